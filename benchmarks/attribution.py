@@ -8,7 +8,7 @@ with 5 checkpoints, is that of the other methods. Everything is kept in the fold
 missing, and a call that was interrupted continues. The first call takes about an hour.
 
   random                  normal random numbers
-  neighbours, loss        `samplewise.attribution.evaluate.baselines`, without gradients
+  neighbors, loss        `samplewise.attribution.evaluate.baselines`, without gradients
   gradient dot, cosine    sw.influence at the last checkpoint
   TracIn                  sw.influence over 5 checkpoints
   influence, Hessian      sw.influence with curvature=sw.hessian (logistic regression)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import isolated
 import memory
 import torch
-from catalogue import TITLES, build
+from catalog import TITLES, build
 from real_nets import REAL_NETS
 from results import Result, failed
 from tables import Options, Table

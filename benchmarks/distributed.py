@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from catalogue import build
+from catalog import build
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Workload

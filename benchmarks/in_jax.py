@@ -56,15 +56,15 @@ def cnn_by_hand(p: Arrays, x: Any) -> Any:
 
 def transformer(p: Arrays, x: Any) -> Any:
     for layer in ("layers.0", "layers.1"):
-        x = x + attention(p, f"{layer}.self_attn", normalised(p, f"{layer}.norm1", x))
-        hidden = jax.nn.relu(affine(p, f"{layer}.linear1", normalised(p, f"{layer}.norm2", x)))
+        x = x + attention(p, f"{layer}.self_attn", normalized(p, f"{layer}.norm1", x))
+        hidden = jax.nn.relu(affine(p, f"{layer}.linear1", normalized(p, f"{layer}.norm2", x)))
         x = x + affine(p, f"{layer}.linear2", hidden)
     return affine(p, "head", x.mean(0))
 
 
-def normalised(p: Arrays, name: str, x: Any) -> Any:
-    centred = x - x.mean(-1, keepdims=True)
-    scaled = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+def normalized(p: Arrays, name: str, x: Any) -> Any:
+    centered = x - x.mean(-1, keepdims=True)
+    scaled = centered * lax.rsqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
     return scaled * p[f"{name}.weight"] + p[f"{name}.bias"]
 
 

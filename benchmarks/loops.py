@@ -1,4 +1,4 @@
-"""Behaviour of training loops with a short last window, after an interruption, and with a NaN.
+"""Behavior of training loops with a short last window, after an interruption, and with a NaN.
 
     python benchmarks/loops.py        # or `make comparison`
 

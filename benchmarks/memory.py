@@ -25,7 +25,7 @@ def measure(workload: str, contender: str, job: str, threads: int) -> int:
 
 def peak_of_job(workload: str, contender: str, job: str, threads: int) -> int:
     import torch
-    from catalogue import build
+    from catalog import build
     from peers import CONTENDERS
 
     torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ from typing import Any
 import isolated
 import memory
 import torch
-from catalogue import TITLES, build
+from catalog import TITLES, build
 from peers import CONTENDERS, PEERS, Contender, Loop, OpacusGhost, OpacusHooks, Plain, Samplewise, Vmap
 from real_nets import REAL_NETS
 from results import JOBS, Cells, Judge, Result, failed, jobs_of

@@ -192,7 +192,7 @@ def time_table(options: argparse.Namespace) -> Table:
 
 
 def timed(layout: str, name: str, threads: int, rounds: int) -> tuple[str, str, str]:
-    """Median seconds of a plain update, of a private one, and median ratio of neighbours, as text. One method per
+    """Median seconds of a plain update, of a private one, and median ratio of neighbors, as text. One method per
     process: hooks of Opacus's modules would make samplewise verify its gradients again in every update.
     """
     torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ from functools import partial
 
 import isolated
 import torch
-from catalogue import TITLES, build
+from catalog import TITLES, build
 from peers import Contender, Loop, OpacusHooks, Vmap, total_norm
 from results import TOLERANCE, Result, failed
 from small_nets import SMALL_NETS

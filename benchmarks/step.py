@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from catalogue import build
+from catalog import build
 from small_nets import mlp, small_transformer
 from timing import Clock, interleaved
 from torch import Tensor, nn

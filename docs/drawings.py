@@ -24,7 +24,7 @@ import samplewise as sw
 
 HERE = Path(__file__).parent
 INK, FAINT, PAPER = "#2b2b33", "#8a8a94", "#fcfcfa"
-SAMPLES = ("#4878a8", "#d9562b", "#4f9d69", "#8d6bb0")  # one colour per sample
+SAMPLES = ("#4878a8", "#d9562b", "#4f9d69", "#8d6bb0")  # one color per sample
 MIXED = "#d6d6da"
 
 
@@ -43,21 +43,21 @@ def save(figure: Figure, name: str) -> None:
     print(f"{name}: {(HERE / name).stat().st_size / 1024:.0f} KB")
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str = PAPER) -> None:
-    """Rounded box with its centre at (x, y)."""
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str = PAPER) -> None:
+    """Rounded box with its center at (x, y)."""
     corner = (x - width / 2, y - height / 2)
-    shape = FancyBboxPatch(corner, width, height, boxstyle="round,pad=0.02,rounding_size=0.08", fc=colour, ec=INK, lw=1)
+    shape = FancyBboxPatch(corner, width, height, boxstyle="round,pad=0.02,rounding_size=0.08", fc=color, ec=INK, lw=1)
     axes.add_patch(shape)
     axes.text(x, y, text, ha="center", va="center", fontsize=9.5)
 
 
 def arrow(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = INK, dashed: bool = False
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK, dashed: bool = False
 ) -> None:
     style = "--" if dashed else "-"
     axes.add_patch(
         FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=11, color=colour, lw=1.2, linestyle=style, shrinkB=2
+            start, end, arrowstyle="-|>", mutation_scale=11, color=color, lw=1.2, linestyle=style, shrinkB=2
         )
     )
 
@@ -80,12 +80,12 @@ def owners() -> tuple[list[int], list[int]]:
     return found[0], found[1]
 
 
-def rows(axes: Axes, x: float, y: float, colours: list[str], texts: list[str], width: float = 0.9) -> None:
-    """Tensor with four rows, centred at (x, y)."""
+def rows(axes: Axes, x: float, y: float, colors: list[str], texts: list[str], width: float = 0.9) -> None:
+    """Tensor with four rows, centered at (x, y)."""
     height = 0.3
-    for k, (colour, text) in enumerate(zip(colours, texts, strict=True)):
+    for k, (color, text) in enumerate(zip(colors, texts, strict=True)):
         bottom = y + (1 - k) * height
-        axes.add_patch(Rectangle((x - width / 2, bottom), width, height, fc=colour, ec=PAPER, lw=1.5))
+        axes.add_patch(Rectangle((x - width / 2, bottom), width, height, fc=color, ec=PAPER, lw=1.5))
         axes.text(x, bottom + height / 2, text, ha="center", va="center", fontsize=9, color="white", fontweight="bold")
 
 
@@ -120,8 +120,8 @@ def ownership() -> None:
     for name in ("first", "second"):
         x = places[name]
         arrow(axes, (x, top - 0.38), (x, 1.42))
-        for k, colour in enumerate(reversed(SAMPLES)):
-            axes.add_patch(Rectangle((x - 0.42 + 0.09 * k, 0.74 + 0.09 * k), 0.6, 0.4, fc=colour, ec=PAPER, lw=1.2))
+        for k, color in enumerate(reversed(SAMPLES)):
+            axes.add_patch(Rectangle((x - 0.42 + 0.09 * k, 0.74 + 0.09 * k), 0.6, 0.4, fc=color, ec=PAPER, lw=1.2))
         axes.text(x + 0.02, 0.5, "4 gradients of one weight", ha="center", fontsize=9.5)
     box(axes, 5.05, 0.95, 1.7, 0.62, "plain backward:\ntheir sum", MIXED)
     arrow(axes, (3.05, 0.95), (4.15, 0.95))
@@ -171,19 +171,19 @@ def update() -> None:
         ("window", "one update", windows, 0.7, "#bcd8c5"),
     )
     left, unit = 2.75, 6.95 / 50
-    for name, meaning, sizes, y, colour in lines:
+    for name, meaning, sizes, y, color in lines:
         axes.text(0.3, y + 0.06, name, fontsize=11, fontweight="bold", va="bottom")
         axes.text(0.3, y - 0.02, meaning, fontsize=9, va="top")
         position = left
         for size in sizes:
-            axes.add_patch(Rectangle((position, y - 0.26), size * unit, 0.55, fc=colour, ec=PAPER, lw=2.5))
-            label = {"fc": colour, "ec": colour, "pad": 2}
+            axes.add_patch(Rectangle((position, y - 0.26), size * unit, 0.55, fc=color, ec=PAPER, lw=2.5))
+            label = {"fc": color, "ec": color, "pad": 2}
             axes.text(position + size * unit / 2, y, str(size), ha="center", va="center", fontsize=10, bbox=label)
             position += size * unit
     position = left
     for k, size in enumerate(windows):
-        centre = position + size * unit / 2
-        axes.text(centre, 0.3, f"θ ← θ - lr · Σ g / {size}", ha="center", va="top", fontsize=10)
+        center = position + size * unit / 2
+        axes.text(center, 0.3, f"θ ← θ - lr · Σ g / {size}", ha="center", va="top", fontsize=10)
         position += size * unit
         if k < len(windows) - 1:
             axes.plot([position, position], [0.42, 2.95], color=INK, lw=1, linestyle=(0, (4, 3)))
@@ -236,9 +236,9 @@ def transform() -> None:
         if radius:
             angles = torch.linspace(0, 6.2832, 100)
             panel.plot(radius * angles.cos(), radius * angles.sin(), color=FAINT, lw=1, linestyle=":")
-        colours = [FAINT, SAMPLES[1]] if k == 2 else [SAMPLES[1] if i == 3 else SAMPLES[0] for i in range(len(vectors))]
-        for vector, colour in zip(vectors.tolist(), colours, strict=True):
-            arrow(panel, (0, 0), (vector[0], vector[1]), colour)
+        colors = [FAINT, SAMPLES[1]] if k == 2 else [SAMPLES[1] if i == 3 else SAMPLES[0] for i in range(len(vectors))]
+        for vector, color in zip(vectors.tolist(), colors, strict=True):
+            arrow(panel, (0, 0), (vector[0], vector[1]), color)
         if k == 0:
             panel.text(1.5, -0.9, f"norm {norms[3]:.1f}", color=SAMPLES[1], fontsize=9.5)
         if k == 1:

@@ -3,7 +3,7 @@
     apt-get install dataset-fashion-mnist
     python examples/fashion_mnist.py            # print shapes and class counts
 
-Other examples import `load` from here. Files of other data sets in the format of MNIST (IDX) work as well.
+Other examples import `load` from here. Files of other datasets in the format of MNIST (IDX) work as well.
 """
 
 import gzip

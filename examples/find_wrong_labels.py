@@ -52,7 +52,7 @@ def cnn():
 DATA = {"digits": (digits, perceptron), "fashion": (load, cnn)}
 
 
-def mislabelled(labels, share, seed):
+def mislabeled(labels, share, seed):
     """Replace a share of the labels by random other classes; return the labels and a mask of the wrong ones."""
     generator = torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(labels), dtype=torch.bool)
@@ -148,7 +148,7 @@ def main():
         table = defaultdict(list)
         for seed in range(options.first, options.first + options.seeds):
             torch.manual_seed(seed)
-            y, wrong = mislabelled(labels, share, seed)
+            y, wrong = mislabeled(labels, share, seed)
             for name, score, cost in rankings(x, y, options):
                 quality = roc_auc_score(wrong, score), average_precision_score(wrong, score)
                 table[name].append((*quality, recall(wrong, score, 0.1), recall(wrong, score, 0.2), cost))

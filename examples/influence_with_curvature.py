@@ -2,7 +2,7 @@
 
     python examples/influence_with_curvature.py        # a few seconds
 
-The training set of digits has some wrong labels: most of the images that look like one test image are labelled as
+The training set of digits has some wrong labels: most of the images that look like one test image are labeled as
 another digit, so that the model predicts that digit for it. `sw.influence` with `curvature=sw.ekfac(...)` ranks all
 training images by how much they support the prediction; the wrong labels should come first. Dot products of gradients,
 without curvature, are printed beside. Needs scikit-learn, which contains the digits.

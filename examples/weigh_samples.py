@@ -39,8 +39,8 @@ WAYS = {
     "clipped to norm 1": [sw.clip(1.0)],
     "normalized": [sw.normalize()],
     "without largest 10 % norms": [sw.drop(quantile=0.9)],
-    "by a function of the loss": [sw.weight(cauchy, renormalise=True)],
-    "by a value in the batch": [sw.weight("trust", renormalise=True)],
+    "by a function of the loss": [sw.weight(cauchy, renormalize=True)],
+    "by a value in the batch": [sw.weight("trust", renormalize=True)],
     "aligned with clean points": [sw.align(towards_clean)],
 }
 
@@ -55,4 +55,4 @@ for name, transforms in WAYS.items():
     print(f"{name:26}{model.weight.item():6.2f}{model.bias.item():8.2f}   {step.transforms!r}")
 
 print("\nFormula of a chain:")
-print(sw.chain(sw.clip(1.0), sw.weight("trust", renormalise=True), sw.noise(0.1)))
+print(sw.chain(sw.clip(1.0), sw.weight("trust", renormalize=True), sw.noise(0.1)))

@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 LAPTOP, PHONE = (1280, 800), (390, 844)
-# Position of the topmost dot with the colour of suspects on the canvas.
+# Position of the topmost dot with the color of suspects on the canvas.
 FIND_SUSPECT = """
 const canvas = document.getElementById("plot"), ratio = canvas.width / canvas.clientWidth;
 const copy = Object.assign(document.createElement("canvas"), {width: canvas.width, height: canvas.height});

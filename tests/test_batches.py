@@ -87,7 +87,7 @@ def test_beside_tensors_a_list_of_another_length_stays():
 
 
 def test_a_tuple_of_texts_is_cut_like_a_list():
-    """What a DataLoader makes of data sets that return (x, text)."""
+    """What a DataLoader makes of datasets that return (x, text)."""
     assert tuple(cut((X, tuple("abcdef")), 2, 4)[1]) == ("c", "d")
 
 

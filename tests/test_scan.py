@@ -97,7 +97,7 @@ def test_swapped_arguments_are_refused_before_the_first_batch(task):
         (TensorDataset(torch.ones(3, 6)), r"found a TensorDataset, whose items are single samples\. Pass DataLoader"),
         (None, "a loader must be an iterable of batches; found a NoneType"),
     ],
-    ids=["tensor", "data set", "none"],
+    ids=["tensor", "dataset", "none"],
 )
 def test_something_that_yields_no_batches(task, loader, message):
     with pytest.raises(sw.BatchError, match=message):
@@ -113,14 +113,14 @@ def test_a_loss_function_that_returns_nothing(task):
 @pytest.mark.skipif(not HOOKS_ARE_VISIBLE, reason="torch does not show what hooks have saved")
 @pytest.mark.parametrize("microbatch", [None, "auto"])
 def test_slices_of_sample_data_interact(microbatch):
-    """The hooks that measure memory keep the base of a slice, by which it is recognised as sample data."""
+    """The hooks that measure memory keep the base of a slice, by which it is recognized as sample data."""
     torch.manual_seed(0)
     model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.arange(6) % 3
 
-    def centred(model, batch):
-        centre = (batch[0][1:] @ model.weight.T).mean(0)  # five of six samples
-        return F.cross_entropy(model(batch[0]) - centre, batch[1], reduction="none")
+    def centered(model, batch):
+        center = (batch[0][1:] @ model.weight.T).mean(0)  # five of six samples
+        return F.cross_entropy(model(batch[0]) - center, batch[1], reduction="none")
 
-    ((_, g),) = sw.scan(model, centred, [(x, y)], microbatch)
+    ((_, g),) = sw.scan(model, centered, [(x, y)], microbatch)
     with pytest.raises(sw.SamplesInteractError, match=r"Mean .* mixes samples"):
         g.norms()

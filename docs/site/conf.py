@@ -4,7 +4,7 @@ from importlib.metadata import version as installed
 
 project = "samplewise"
 author = "the samplewise authors"
-project_copyright = "the samplewise authors, MIT licence"
+project_copyright = "the samplewise authors, MIT license"
 version = release = installed("samplewise")
 
 extensions = ["myst_parser", "sphinx.ext.viewcode", "sphinx_copybutton"]

@@ -159,7 +159,7 @@ def checked_chain(transforms: Transforms) -> Chain:
             "only. Use sw.Step."
         )
     for transform in chain.samples.transforms:
-        if transform.window or transform.renormalises or transform.positions is not None:
+        if transform.window or transform.renormalizes or transform.positions is not None:
             raise TransformError(
                 f"{transform} must get all samples of an update; found it in sw.backward, which has those of one pass "
                 "only. Use sw.Step."

@@ -71,7 +71,7 @@ TRANSFORMS = {
     "normalize": lambda: [sw.normalize()],
     "normalize to the mean": lambda: [sw.normalize("mean")],
     "weight by losses": lambda: [sw.weight(lambda losses: torch.exp(-losses))],
-    "weight by norms": lambda: [sw.weight(lambda norms: 1 / (1 + norms), renormalise=True)],
+    "weight by norms": lambda: [sw.weight(lambda norms: 1 / (1 + norms), renormalize=True)],
     "weight of the window": lambda: [sw.weight(lambda losses: (losses <= losses.mean()).float(), window=True)],
     "weight in the batch": lambda: [sw.weight("w")],
     "weight by position": lambda: [sw.weight(torch.rand(8))],
@@ -211,7 +211,7 @@ def test_sums_of_pairs_of_tokens_need_a_wait_and_are_exact_where_they_cancel(wai
         waits()
         found = norms(model, x.to(DEVICE, non_blocking=True), signs.to(DEVICE, non_blocking=True))
         waited = waits()
-    assert ("nonzero", "engine/norms.py _with_cancelled_norms") in places(waited)
+    assert ("nonzero", "engine/norms.py _with_canceled_norms") in places(waited)
     torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-3, atol=0)
 
 

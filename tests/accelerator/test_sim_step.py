@@ -24,7 +24,7 @@ TRANSFORMS = {
     "normalize": lambda device: [sw.normalize("mean")],
     "weight by a function": lambda device: [sw.weight(lambda losses: losses.clamp(max=1))],
     "weight by a table": lambda device: [sw.weight(TABLE, index=2)],
-    "weight of a window": lambda device: [sw.weight(lambda norms: norms / norms.sum(), window=True, renormalise=True)],
+    "weight of a window": lambda device: [sw.weight(lambda norms: norms / norms.sum(), window=True, renormalize=True)],
     "drop": lambda device: [sw.drop(2)],
     "drop by loss": lambda device: [sw.drop(quantile=0.8, by="losses")],
     "align": lambda device: [sw.align(reference(device))],

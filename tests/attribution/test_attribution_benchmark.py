@@ -27,7 +27,7 @@ def test_table(benchmark_modules, tmp_path):
     task = replace(tasks.TASKS["transformer"].small(), samples=60, queries=6, subsets=4, models=2, epochs=2)
     first = attribution.table(attribution.Study(task, tmp_path), threads=1)
     names = [row[0] for row in first.rows]
-    assert names[:4] == ["method", "random", "neighbours, features", "loss"]
+    assert names[:4] == ["method", "random", "neighbors, features", "loss"]
     assert {"gradient dot", "TracIn, 5 checkpoints", "EK-FAC", "TRAK-1", "TRAK-2", "ceiling"} <= set(names)
     assert all(-1 <= float(row[1]) <= 1 for row in first.rows[1:])
     second = attribution.table(attribution.Study(task, tmp_path), threads=1)

@@ -367,9 +367,9 @@ def test_the_loss_may_be_a_function():
 
 def test_labels_may_be_sampled_by_a_function():
     model, x, y = make(n=24)
-    relabelled = sw.ekfac(model, loss_fn, [(x, y)], labels=lambda model, batch: (batch[0], model(batch[0]).argmax(1)))
+    relabeled = sw.ekfac(model, loss_fn, [(x, y)], labels=lambda model, batch: (batch[0], model(batch[0]).argmax(1)))
     predicted = sw.ekfac(model, loss_fn, [(x, model(x).argmax(1))], labels="data")
-    for mine, other in zip(relabelled.blocks, predicted.blocks, strict=True):
+    for mine, other in zip(relabeled.blocks, predicted.blocks, strict=True):
         assert torch.equal(mine.eigenvalues, other.eigenvalues)
 
 

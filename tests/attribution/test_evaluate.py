@@ -361,9 +361,9 @@ def test_bad_arguments_of_retrain(tmp_path):
     sets = subsets(40, 2)
     with pytest.raises(ValueError, match="epochs must be an integer, 1 or more; found 0"):
         retrain(make_step, data(), sets, queries(), tmp_path, epochs=0)
-    with pytest.raises(ValueError, match="indices below 40, the size of the data set; found 44"):
+    with pytest.raises(ValueError, match="indices below 40, the size of the dataset; found 44"):
         retrain(make_step, data(), [torch.tensor([44])], queries(), tmp_path, epochs=1)
-    with pytest.raises(TypeError, match="dataset must be a map-style data set, with a length and an index; found"):
+    with pytest.raises(TypeError, match="dataset must be a map-style dataset, with a length and an index; found"):
         retrain(make_step, iter([]), sets, queries(), tmp_path, epochs=1)
     with pytest.raises(ValueError, match="at least one subset; found none"):
         retrain(make_step, data(), [], queries(), tmp_path, epochs=1)
@@ -425,10 +425,10 @@ def test_baselines():
     found = evaluate.baselines(model, nn.CrossEntropyLoss(), DataLoader(training, 7), queries())
     same = qy[:, None] == y
     cosine = F.cosine_similarity(qx[:, None], x[None], dim=2)
-    torch.testing.assert_close(found["neighbours, pixels"], cosine * same)
+    torch.testing.assert_close(found["neighbors, pixels"], cosine * same)
     features, theirs = model[:2](qx), model[:2](x)
     wanted = F.cosine_similarity(features[:, None], theirs[None], dim=2).detach() * same
-    torch.testing.assert_close(found["neighbours, features"], wanted)
+    torch.testing.assert_close(found["neighbors, features"], wanted)
     losses = F.cross_entropy(model(x), y, reduction="none").detach()
     torch.testing.assert_close(found["loss"], losses.expand(6, -1))
     assert model.training and not model[2]._forward_pre_hooks
@@ -452,11 +452,11 @@ def test_baselines_of_tokens():
     model = TokenClassifier()
     batch = {"input_ids": torch.randint(9, (5, 6)), "labels": torch.arange(5) % 3}
     found = evaluate.baselines(model, loss_fn, [batch], [batch])
-    assert list(found) == ["neighbours, features", "loss"]
+    assert list(found) == ["neighbors, features", "loss"]
     pooled = model.embedding(batch["input_ids"]).mean(1).detach()
     same = batch["labels"][:, None] == batch["labels"]
     wanted = F.cosine_similarity(pooled[:, None], pooled[None], dim=2) * same
-    torch.testing.assert_close(found["neighbours, features"], wanted.double())
+    torch.testing.assert_close(found["neighbors, features"], wanted.double())
     with pytest.raises(ValueError, match=r"batches must be \(x, labels\), or dicts with labels; found Tensor"):
         evaluate.baselines(model, loss_fn, [batch["input_ids"]], [batch])
 
@@ -467,7 +467,7 @@ def test_baselines_of_regression():
 
     model, (x, _) = make_step().model, data().tensors
     found = evaluate.baselines(model, loss_fn, [(x, x[:, 0])], [(x[:4], x[:4, 0])])
-    torch.testing.assert_close(found["neighbours, pixels"], F.cosine_similarity(x[:4, None], x[None], dim=2))
+    torch.testing.assert_close(found["neighbors, pixels"], F.cosine_similarity(x[:4, None], x[None], dim=2))
 
 
 # --- output functions ------------------------------------------------------------------------------------------------

@@ -360,11 +360,11 @@ def test_a_missing_file():
 
 
 def test_modules_beside_the_recipe_can_be_imported(recipe):
-    recipe("def f():\n    raise ValueError('no')\n", "neighbour_of_the_recipe.py")
-    result = command("train", recipe("import neighbour_of_the_recipe as n\n\nn.f()\n"))
+    recipe("def f():\n    raise ValueError('no')\n", "neighbor_of_the_recipe.py")
+    result = command("train", recipe("import neighbor_of_the_recipe as n\n\nn.f()\n"))
     lines = result.stderr.splitlines()
     assert lines[:2] == ["recipe.py:3: in <module>", "    n.f()"]
-    assert lines[2].endswith("neighbour_of_the_recipe.py:2: in f")
+    assert lines[2].endswith("neighbor_of_the_recipe.py:2: in f")
     assert lines[-1] == "ValueError: no"
     assert result.exit_code == 1
 

@@ -183,11 +183,11 @@ def test_updates_with_counts_are_measured_by_the_losses_as_returned():
         (sw.drop(largest=1), "depends on the other samples of the window"),
         (sw.normalize("mean"), "depends on the other samples of the window"),
         (sw.weight(torch.ones(6)), "depends on the position in the window"),
-        (sw.weight(lambda losses: losses, renormalise=True), "changes the denominator"),
+        (sw.weight(lambda losses: losses, renormalize=True), "changes the denominator"),
         (sw.clip(1.0, by="parameter"), "weighs each parameter by itself"),
         (sw.group(1), "sums samples of a group"),
     ],
-    ids=["noise", "drop", "normalize", "tensor", "renormalise", "by parameter", "group"],
+    ids=["noise", "drop", "normalize", "tensor", "renormalize", "by parameter", "group"],
 )
 def test_other_transforms_are_refused_before_the_first_update(transform, reason):
     model, x, y = make()

@@ -62,7 +62,7 @@ TRANSFORMS = {
     "clip by parameter": lambda model: [sw.clip(0.2, by="parameter")],
     "clip automatic": lambda model: [sw.clip(0.5, mode="automatic")],
     "weight": lambda model: [soft],
-    "weight renormalised": lambda model: [sw.weight(soft, renormalise=True)],
+    "weight renormalized": lambda model: [sw.weight(soft, renormalize=True)],
     "weight of the batch": lambda model: [sw.weight(4)],
     "weight by place": lambda model, number=6: [sw.weight(torch.linspace(0.1, 2, number, dtype=torch.float64))],
     "weight by number": lambda model: [sw.weight(torch.linspace(0, 1, SAMPLES, dtype=torch.float64), index=2)],
@@ -72,7 +72,7 @@ TRANSFORMS = {
     "normalize": lambda model: [sw.normalize(2.0)],
     "normalize to the mean": lambda model: [sw.normalize("mean")],
     "align": lambda model: [sw.align(lambda: direction(model))],
-    "align by dot": lambda model: [sw.align(lambda: direction(model), by="dot", renormalise=True)],
+    "align by dot": lambda model: [sw.align(lambda: direction(model), by="dot", renormalize=True)],
     "group and clip": lambda model: [sw.group(3), sw.clip(0.5)],
     "weight, group, clip by parameter": lambda model: [soft, sw.group(3), sw.clip(0.2, by="parameter")],
     "drop, group and drop": lambda model: [sw.drop(largest=1), sw.group(3), sw.drop(smallest=1)],
@@ -83,7 +83,7 @@ TRANSFORMS = {
         soft,  # not a clip, after which norms are equal and dropped by chance
         sw.drop(quantile=0.8),
         sw.normalize("mean"),
-        sw.weight(4, renormalise=True),
+        sw.weight(4, renormalize=True),
     ],
 }
 

@@ -375,7 +375,7 @@ def looked(kind):
 def test_orders_that_differ_are_found_out(two):
     message = (
         "DistributedError: every rank must iterate over the same samples in the same order, of which it takes its "
-        "shard; found orders that differ between ranks. Let samplers and data sets draw random numbers from generators "
+        "shard; found orders that differ between ranks. Let samplers and datasets draw random numbers from generators "
         "that are their attributes, or from the global generators of torch, Python or NumPy; or shard the data "
         "yourself and pass sw.sharded(loader)."
     )

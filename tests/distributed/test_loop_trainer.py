@@ -434,7 +434,7 @@ def asked(trainer):
     trainer.stop("rank 1 has seen enough")
 
 
-def signalled(trainer):
+def signaled(trainer):
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -444,7 +444,7 @@ def stopped(run, how):
     return reason, made.step.counters.updates, parameters(made)
 
 
-@pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signalled, "SIGTERM")])
+@pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signaled, "SIGTERM")])
 def test_all_leave_after_the_same_update_and_can_come_back(how, reason, two, tmp_path):
     found = two.run(stopped, tmp_path / "run", how)
     assert [(why, updates) for why, updates, _ in found] == [(reason, 6)] * 2

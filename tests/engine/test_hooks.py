@@ -15,7 +15,7 @@ MIXING = {
     "rolled": lambda g: g.roll(1, 0),
     "summed up": lambda g: g.cumsum(0),
     "flipped": lambda g: g.flip(0),
-    "normalised over the batch": lambda g: g / g.norm(),
+    "normalized over the batch": lambda g: g / g.norm(),
 }
 PER_SAMPLE = {
     "doubled": lambda g: 2 * g,

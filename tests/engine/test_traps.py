@@ -341,7 +341,7 @@ def test_denormal_gradients():
 
 
 def test_denormals_beside_large_numbers():
-    """One sample's gradients are denormal, its neighbours' are not."""
+    """One sample's gradients are denormal, its neighbors' are not."""
     model, x = two_layers().to(torch.float32), noise(5, 6).to(torch.float32)
     scale = torch.tensor([1.0, 1e-42, 1e3, 1e-38, 1e-20], dtype=torch.float32)
     compare(lambda: scale * squared_loss(model.b(model.a(x))), model, tolerance=SINGLE)

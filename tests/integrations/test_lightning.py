@@ -66,7 +66,7 @@ def test_exact_accumulation_with_a_ragged_end(batch_size, accumulate, returns):
 
 
 def test_without_exact_accumulation_lightning_divides_by_the_full_length():
-    """The behaviour that exact_accumulation corrects: the last window has 2 of 4 batches, and half the update."""
+    """The behavior that exact_accumulation corrects: the last window has 2 of 4 batches, and half the update."""
     found = fitted(4, [PerSample([sw.clip(BOUND)])], Module("losses"), accumulate_grad_batches=4)
     full, _ = one_by_one([range(16)])
     expected, _ = one_by_one([range(16), range(16, 22)])

@@ -41,7 +41,7 @@ def test_items_can_be_pickled():
 
 
 def test_items_look_like_named_tuples():
-    """Lightning and Accelerate recognise named tuples by these two attributes, and call the class with the entries."""
+    """Lightning and Accelerate recognize named tuples by these two attributes, and call the class with the entries."""
     item = sw.Indexed(TensorDataset(X, Y))[3]
     assert item._fields == ("item0", "item1", "id")
     assert list(item._asdict()) == ["item0", "item1", "id"] and item._asdict()["id"] == 3

@@ -1,7 +1,7 @@
 """`ResumableLoader`: whatever the loader, the rest of a run is the same from any place on.
 
 Each loader of the table is gone through once from the beginning to the end, and then by new loaders from places in
-between, which have been through a file. Every data set draws random numbers, and so does the caller in between.
+between, which have been through a file. Every dataset draws random numbers, and so does the caller in between.
 """
 
 import os
@@ -207,7 +207,7 @@ PLAIN = {
     "no batches": lambda: DataLoader(Samples(), batch_size=None, shuffle=True),
     "samples that are batches": lambda: DataLoader(Rows(), batch_size=None, shuffle=True),
     "random collation": lambda: DataLoader(Samples(), **SHUFFLED, collate_fn=masking),
-    "generators of the data set": lambda: DataLoader(Subset(WithGenerators(), range(9)), **SHUFFLED),
+    "generators of the dataset": lambda: DataLoader(Subset(WithGenerators(), range(9)), **SHUFFLED),
     "texts for indices": lambda: DataLoader(Named(), batch_size=3, sampler=Names()),
     "iterable": lambda: DataLoader(Shards(), **FOUR),
     "iterable with generator": lambda: DataLoader(Shards(), **FOUR, generator=own()),
@@ -355,7 +355,7 @@ def test_only_the_rest_is_fetched(kind):
 
 
 class Told(Samples):
-    """Says who has made a sample, and what the worker's init function has left in its data set."""
+    """Says who has made a sample, and what the worker's init function has left in its dataset."""
 
     left = 0
 
@@ -568,7 +568,7 @@ def test_a_state_that_cannot_be_saved():
 
 
 KINDS = {
-    "a DataLoader with a map-style data set": lambda: DataLoader(Samples(), batch_size=2),
+    "a DataLoader with a map-style dataset": lambda: DataLoader(Samples(), batch_size=2),
     "a loader with state_dict and load_state_dict": lambda: StatefulDataLoader(Samples(), batch_size=2),
     "a loader that is replayed from the beginning of the epoch": Drawing,
 }

@@ -24,7 +24,7 @@ from samplewise.loop.data.resume_check import describe, differences
 
 DATA = TensorDataset(X, Y)
 INSIDE = (
-    "an epoch must be continued with the data set length, batch size, sampler and drop_last that it was started with, "
+    "an epoch must be continued with the dataset length, batch size, sampler and drop_last that it was started with, "
     "or samples would be lost or repeated; found "
 )
 

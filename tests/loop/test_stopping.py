@@ -38,8 +38,8 @@ def test_deferred_samples_are_not_left_behind():
         assert list(stopping.batches(iter("ab"), data)) == ["a", "b"]
 
 
-@pytest.mark.parametrize("signalled", [True, False])
-def test_an_error_of_the_loader(signalled):
+@pytest.mark.parametrize("signaled", [True, False])
+def test_an_error_of_the_loader(signaled):
     def broken():
         yield "a"
         raise RuntimeError("worker killed")
@@ -48,9 +48,9 @@ def test_an_error_of_the_loader(signalled):
     with stopping.handle_signals():
         batches = stopping.batches(broken(), data)
         next(batches)
-        if signalled:
+        if signaled:
             signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(LoaderStopped if signalled else RuntimeError):
+        with pytest.raises(LoaderStopped if signaled else RuntimeError):
             next(batches)
 
 

@@ -17,7 +17,7 @@ CLASSES = 3
 
 
 class Rows(Dataset):
-    """Samples of a batch, as a data set."""
+    """Samples of a batch, as a dataset."""
 
     def __init__(self, *columns):
         self.columns = columns
@@ -207,7 +207,7 @@ def columns(samples, dtype, generator):
 # --- adversarial samples -------------------------------------------------------------------------------------------
 
 
-def cancelling(words, x, target, row, size):
+def canceling(words, x, target, row, size):
     """Tokens of a sample in pairs of opposite sign: its gradient is zero, or what rounding leaves."""
     x[row, 1::2] = -x[row, 0::2] * size
     x[row, 0::2] *= size
@@ -220,8 +220,8 @@ def equal_pairs(words, x, target, row, size):
     words[row] = words[row, 0]
 
 
-def nearly_cancelling(words, x, target, row, size):
-    cancelling(words, x, target, row, size)
+def nearly_canceling(words, x, target, row, size):
+    canceling(words, x, target, row, size)
     x[row, 0] = x[row, 0] * (1 + 4 * torch.finfo(x.dtype).eps)
 
 
@@ -258,9 +258,9 @@ def duplicate(words, x, target, row, size):
 ATTACKS = {
     attack.__name__: attack
     for attack in (
-        cancelling,
+        canceling,
         equal_pairs,
-        nearly_cancelling,
+        nearly_canceling,
         huge,
         one_token,
         not_a_number,

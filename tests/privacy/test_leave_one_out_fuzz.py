@@ -25,7 +25,7 @@ pytest.importorskip("dp_accounting")
 
 CASES = 120  # in `make test-all`
 
-CANCEL = ("cancelling", "equal_pairs", "nearly_cancelling")
+CANCEL = ("canceling", "equal_pairs", "nearly_canceling")
 # Models whose gradients, of a loss that is linear in the outputs, do not depend on sums of tokens.
 WITHOUT_CANCELLED_ACTIVATIONS = ("linear", "wide", "two uses", "weight norm", "batched product")
 WEIGHTS = {

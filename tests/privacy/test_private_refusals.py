@@ -74,7 +74,7 @@ class Lines(IterableDataset):
 
 
 def test_data_sets_that_are_not_map_style():
-    with pytest.raises(TypeError, match="needs a map-style data set"):
+    with pytest.raises(TypeError, match="needs a map-style dataset"):
         plan().loader(Lines())
 
 
@@ -107,8 +107,8 @@ SETTINGS = {
     "record": ({"record": "norms"}, "record must be empty with privacy=.*; found norms"),
     "drop": ({"transforms": [sw.drop(quantile=0.9)]}, "weight of a sample depends on this sample alone; found drop"),
     "mean": ({"transforms": [sw.normalize("mean")]}, r"depends on this sample alone; found normalize\('mean'\)"),
-    "renormalise": (
-        {"transforms": [sw.weight(lambda losses: losses, renormalise=True)]},
+    "renormalize": (
+        {"transforms": [sw.weight(lambda losses: losses, renormalize=True)]},
         "depends on this sample alone; found weight.*divides by the weights of all samples",
     ),
     "window": (
@@ -177,7 +177,7 @@ def test_data_sets_of_other_sizes():
         plan(samples=30).loader(dataset())
     privacy = plan()
     privacy.loader(dataset())
-    with pytest.raises(ValueError, match="must have the same data set; found 39 samples after 40"):
+    with pytest.raises(ValueError, match="must have the same dataset; found 39 samples after 40"):
         privacy.loader(dataset(39))
 
 
@@ -284,7 +284,7 @@ def pairs(losses):
     return losses + losses.flip(0)[: len(losses)] * (len(losses) > 1)
 
 
-def centred(norms):
+def centered(norms):
     return norms - norms.mean()
 
 
@@ -292,7 +292,7 @@ def third(losses):
     return losses / losses[2]
 
 
-@pytest.mark.parametrize("function", [softmax, pairs, centred, third])
+@pytest.mark.parametrize("function", [softmax, pairs, centered, third])
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_weights_that_mix_samples(function, microbatch):
     _, loader, step = make(plan(sample_rate=0.3), transforms=[function], microbatch=microbatch)

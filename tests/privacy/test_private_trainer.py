@@ -499,7 +499,7 @@ def test_another_data_set_is_refused_if_its_size_is_secret(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             sw.Trainer(step, directory, callbacks, progress=False).fit(loader)
         _, loader, step = make_small(plan(divide_by=9.0, seed=seed), dataset=TensorDataset(*data(39)))
-        with pytest.raises(PrivacyError, match="the same data set; found 39 samples in place of another number"):
+        with pytest.raises(PrivacyError, match="the same dataset; found 39 samples in place of another number"):
             sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
         _, loader, step = make_small(plan(divide_by=9.0, seed=seed))
         assert "done" in sw.Trainer(step, directory, progress=False).fit(loader, resume=True)

@@ -34,7 +34,7 @@ def sampler(units=UNITS, rate=RATE, updates=1000, at=None, **options):
 
 
 def numbers(n=100):
-    """Data set whose sample i is (i as a float, i as an int)."""
+    """Dataset whose sample i is (i as a float, i as an int)."""
     return TensorDataset(torch.arange(float(n)), torch.arange(n))
 
 
@@ -257,7 +257,7 @@ def test_empty_draws_are_yielded(workers):
 
 
 class Several(Dataset):
-    """Data set with its own __getitems__."""
+    """Dataset with its own __getitems__."""
 
     def __init__(self, n=100, lose=0):
         self.n = n
@@ -291,7 +291,7 @@ def test_getitems_must_return_all_samples():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_subsets(workers):
-    """torch's Subset has __getitems__, and calls the one of its data set."""
+    """torch's Subset has __getitems__, and calls the one of its dataset."""
     part = Subset(numbers(), range(99, -1, -1))
     for drawn, draw in zip(loader(part, num_workers=workers), sampler(100), strict=True):
         assert rows(drawn) == [99 - index for index in draw]
@@ -445,7 +445,7 @@ def test_users_of_any_sequence(ids):
 
 
 class Noisy(Dataset):
-    """Data set with random augmentation."""
+    """Dataset with random augmentation."""
 
     def __len__(self):
         return 50
@@ -527,7 +527,7 @@ class Items:
 @pytest.mark.parametrize("dataset", [Endless(), Items()])
 def test_data_sets_without_indices_are_refused(dataset):
     name = type(dataset).__name__
-    with pytest.raises(TypeError, match=rf"needs a map-style data set, .*; found {name}, .* Store its samples"):
+    with pytest.raises(TypeError, match=rf"needs a map-style dataset, .*; found {name}, .* Store its samples"):
         loader(dataset)
 
 

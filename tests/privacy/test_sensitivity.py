@@ -48,7 +48,7 @@ REFUSED = {
     "drop": ([sw.drop(quantile=0.5), sw.clip(1.0)], f"{RULE} the weight of a sample depends on this sample alone"),
     "drop after": ([sw.clip(1.0), sw.drop(quantile=0.5)], "depends on this sample alone; found drop"),
     "mean": ([sw.normalize("mean"), sw.clip(1.0)], "compares a sample with the others of its window"),
-    "renormalise": ([sw.weight(soft, renormalise=True), sw.clip(1.0)], "divides by the weights of all samples"),
+    "renormalize": ([sw.weight(soft, renormalize=True), sw.clip(1.0)], "divides by the weights of all samples"),
     "window": ([sw.weight(soft, window=True), sw.clip(1.0)], "compares a sample with the others of its window"),
     "align": ([sw.align(dict), sw.clip(1.0)], "a reference, which may depend on private samples"),
     "position": ([sw.weight(torch.ones(3)), sw.clip(1.0)], "depends on the positions of samples in the window"),

@@ -278,7 +278,7 @@ def test_well_formed_and_self_contained(report, make):
     assert all(value.removeprefix("url(#").removesuffix(")") in ids for value in referred)
 
 
-def test_colours_come_from_the_page(report):
+def test_colors_come_from_the_page(report):
     html = report(WHOLE).html
     assert not [drawn for drawn in charts.CSS if drawn in html]
     assert "prefers-color-scheme: dark" in html and "@media print" in html

@@ -144,12 +144,12 @@ def test_every_link_leads_to_its_section(browser, page):
         assert 0 < top < 200 or end, anchor
 
 
-def test_colours_follow_the_device_while_the_page_is_open(browser, page):
+def test_colors_follow_the_device_while_the_page_is_open(browser, page):
     browser.show(page)
     light = browser.suspect()
     scheme = {"name": "prefers-color-scheme", "value": "dark"}
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    browser.until(lambda: browser.run(FIND_SUSPECT) == light)  # found by its current colour
+    browser.until(lambda: browser.run(FIND_SUSPECT) == light)  # found by its current color
 
 
 def test_counts_of_many_samples(browser, run, tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ def test_one_common_suspect(tmp_path, two):
     assert "1 sample is suspect in both runs, with the rank in each run." in compared(tmp_path, *two).text
 
 
-def test_a_dozen_runs_have_a_colour_or_a_dash_each(tmp_path):
+def test_a_dozen_runs_have_a_color_or_a_dash_each(tmp_path):
     runs = [write_run(tmp_path / f"{k}", [train(1, loss=k + 1.0), train(2)], about(f"run {k}")) for k in range(12)]
     shown = compared(tmp_path, *runs)
     styles = {value for name, value in shown.attributes if name == "class" and value.startswith("line-")}

@@ -58,11 +58,11 @@ def test_pages_fit_the_screen_and_print_no_message(browser, size, dark):
 
 
 def test_the_theme_follows_the_system(browser):
-    colours = []
+    colors = []
     for dark in (False, True):
         browser.show(SITE / "index.html", dark=dark)
-        colours.append(browser.run("return getComputedStyle(document.body).backgroundColor"))
-    assert len(set(colours)) == 2
+        colors.append(browser.run("return getComputedStyle(document.body).backgroundColor"))
+    assert len(set(colors)) == 2
 
 
 def test_the_header_has_the_version(browser):

@@ -192,7 +192,7 @@ def test_targets_mixed_from_the_beginning(transforms):
 
 
 def test_a_wrong_owner_in_the_engine(monkeypatch):
-    """Gradients given to the neighbour."""
+    """Gradients given to the neighbor."""
     right = forward.gradients_of
     step = make(mlp(), transforms=CLIP, audit=1)
     updates = step.over(batches())

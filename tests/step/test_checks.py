@@ -362,7 +362,7 @@ def test_negatives_within_the_batch_are_refused_with_transforms(chain, microbatc
     [
         [sw.weight(lambda losses: 0 * losses)],
         [sw.weight(torch.zeros(8))],
-        [sw.weight(lambda losses: 0 * losses, renormalise=True)],
+        [sw.weight(lambda losses: 0 * losses, renormalize=True)],
         [sw.clip(1.0), sw.weight(torch.zeros(8))],
         [sw.drop(largest=8)],
         [sw.clip(0.0, by="parameter")],

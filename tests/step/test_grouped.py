@@ -132,7 +132,7 @@ def clip_then_average(rows):
 
 
 def weigh_groups(rows):
-    """weight(per_group, renormalise=True)"""
+    """weight(per_group, renormalize=True)"""
     c = rows.losses / rows.counts / (1 + rows.norms)
     return c, (c * rows.counts).sum()
 
@@ -164,18 +164,18 @@ CASES = {
     "group, clip by parameter": (sw.chain(BY, sw.clip(3.0, by="parameter")), as_they_are, clip_parts_of_groups),
     "group, drop": (sw.chain(BY, sw.drop(largest=1)), as_they_are, drop_a_group),
     "group, clip, normalize": (sw.chain(BY, sw.clip(11.0), sw.normalize("mean")), as_they_are, clip_then_average),
-    "group, weight": (sw.chain(BY, sw.weight(per_group, renormalise=True)), as_they_are, weigh_groups),
+    "group, weight": (sw.chain(BY, sw.weight(per_group, renormalize=True)), as_they_are, weigh_groups),
     "group, normalize": (sw.chain(BY, sw.normalize("mean")), as_they_are, average),
     "group, align": (sw.chain(BY, sw.align(REFERENCE)), as_they_are, align_groups),
     "clip, group, clip": (sw.chain(sw.clip(4.0), BY, sw.clip(11.0)), clip_samples, clip_groups),
-    "weight, group, clip": (sw.chain(sw.weight("w", renormalise=True), BY, sw.clip(11.0)), weigh, clip_groups),
+    "weight, group, clip": (sw.chain(sw.weight("w", renormalize=True), BY, sw.clip(11.0)), weigh, clip_groups),
     "weight, group, weight": (
-        sw.chain(sw.weight("w", renormalise=True), BY, sw.weight(per_group, renormalise=True)),
+        sw.chain(sw.weight("w", renormalize=True), BY, sw.weight(per_group, renormalize=True)),
         weigh,
         weigh_groups,
     ),
     "weight tensor, group, clip": (sw.chain(sw.weight(TABLE), BY, sw.clip(11.0)), weigh_by_place, clip_groups),
-    "weight, group, drop": (sw.chain(sw.weight("w", renormalise=True), BY, sw.drop(largest=1)), weigh, drop_a_group),
+    "weight, group, drop": (sw.chain(sw.weight("w", renormalize=True), BY, sw.drop(largest=1)), weigh, drop_a_group),
     "drop, group, clip by parameter": (
         sw.chain(sw.drop(largest=2, by="losses"), BY, sw.clip(3.0, by="parameter")),
         drop_two_samples,

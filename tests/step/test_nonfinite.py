@@ -435,7 +435,7 @@ def test_counts_that_sum_to_zero_in_one_piece_only():
 def test_samples_that_are_all_dropped_later_on():
     """At the first update this is taken for a mistake; later a window may be empty."""
     weights = torch.ones(8)
-    training = Training(transforms=[sw.weight(lambda losses: weights, renormalise=True)])
+    training = Training(transforms=[sw.weight(lambda losses: weights, renormalize=True)])
     training.step.run([batch()])
     weights.zero_()
     before = training.state()
@@ -605,7 +605,7 @@ def test_counts_below_zero(options):
 COUNTED_CHAINS = {
     **CHAINS,
     "per count": [sw.clip(0.1, per="count")],
-    "renormalise": [sw.weight(lambda losses: torch.ones_like(losses), renormalise=True)],
+    "renormalize": [sw.weight(lambda losses: torch.ones_like(losses), renormalize=True)],
 }
 
 
@@ -657,7 +657,7 @@ def test_weights_with_a_negative_sum_cannot_be_divided_by(numbers, compile):
         Model().f,
         sw.sgd(0.1),
         squares,
-        transforms=sw.weight(lambda batch: batch[1], renormalise=True),
+        transforms=sw.weight(lambda batch: batch[1], renormalize=True),
         compile=compile,
         **numbers,
     )

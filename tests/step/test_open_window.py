@@ -20,7 +20,7 @@ Y = torch.randn(12, generator=DRAW, dtype=torch.float64)
 CHAINS = {
     "plain": (),
     "clip": [sw.clip(0.7)],
-    "weight": [sw.weight(lambda losses: 1 / (1 + losses), renormalise=True)],
+    "weight": [sw.weight(lambda losses: 1 / (1 + losses), renormalize=True)],
     "noise": [sw.clip(0.7), sw.noise(0.0)],
 }
 DEFERRED = {"window": [sw.normalize("mean")], "group": [sw.group(lambda b: (b[1] > 0).tolist()), sw.clip(5.0)]}

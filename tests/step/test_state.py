@@ -74,7 +74,7 @@ OPTIONS = {
     "microbatches": dict(microbatch=3),
     "clip": dict(transforms=sw.clip(0.5)),
     "clip by parameter": dict(transforms=sw.clip(0.5, by="parameter")),
-    "renormalised weights": dict(transforms=sw.weight(lambda losses: losses, renormalise=True)),
+    "renormalized weights": dict(transforms=sw.weight(lambda losses: losses, renormalize=True)),
     "norms": dict(record=["norms"]),
     "bounded": dict(max_grad_norm=0.1),
     "half": dict(precision="bf16-mixed"),

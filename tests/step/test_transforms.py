@@ -27,7 +27,7 @@ DATA = {
     "x": drawn(13, 4),
     "y": drawn(13, 3),
     "w": drawn(13).square(),  # weights
-    "i": torch.randperm(13, generator=DRAW),  # numbers in the data set
+    "i": torch.randperm(13, generator=DRAW),  # numbers in the dataset
     "n": torch.randint(1, 6, (13,), generator=DRAW),  # counts
 }
 TABLE = drawn(13).square()  # a weight for each number, or for each place in the window
@@ -118,7 +118,7 @@ LENGTH = math.sqrt(sum(float(r.square().sum()) for r in REFERENCE.values()))
 
 
 def clip_weigh_drop(window):
-    """chain(clip(4.0), weight("w", renormalise=True), weight(norms), drop(largest=1))"""
+    """chain(clip(4.0), weight("w", renormalize=True), weight(norms), drop(largest=1))"""
     c1, c2 = clipped(window.norms, 4.0), window.batch["w"]
     c3 = 1 / (1 + c1 * c2 * window.norms)
     c4 = kept(c1 * c2 * c3 * window.norms, largest=1)
@@ -178,9 +178,9 @@ CASES = {
     "weight tensor": (sw.weight(TABLE), over_counts(lambda w: TABLE[: len(w.losses)])),
     "weight tensor, index": (sw.weight(TABLE, index="i"), over_counts(lambda w: TABLE[w.batch["i"]])),
     "weight key": (sw.weight("w"), over_counts(lambda w: w.batch["w"])),
-    "weight key, renormalise": (sw.weight("w", renormalise=True), over_shares(lambda w: w.batch["w"])),
-    "weight window, renormalise": (
-        sw.weight(ranks, window=True, renormalise=True),
+    "weight key, renormalize": (sw.weight("w", renormalize=True), over_shares(lambda w: w.batch["w"])),
+    "weight window, renormalize": (
+        sw.weight(ranks, window=True, renormalize=True),
         over_shares(lambda w: 1 + w.losses.argsort().argsort().double()),
     ),
     "drop largest": (sw.drop(largest=2), over_shares(lambda w: kept(w.norms, largest=2))),
@@ -198,12 +198,12 @@ CASES = {
         over_counts(lambda w: (w.dots(REFERENCE) / w.norms / LENGTH).clamp(min=0)),
     ),
     "align by dot": (sw.align(REFERENCE, by="dot"), over_counts(lambda w: w.dots(REFERENCE).clamp(min=0))),
-    "align, renormalise": (
-        sw.align(REFERENCE, renormalise=True),
+    "align, renormalize": (
+        sw.align(REFERENCE, renormalize=True),
         over_shares(lambda w: (w.dots(REFERENCE) / w.norms / LENGTH).clamp(min=0)),
     ),
     "clip, weights, drop": (
-        [sw.clip(4.0), sw.weight("w", renormalise=True), lambda norms: 1 / (1 + norms), sw.drop(largest=1)],
+        [sw.clip(4.0), sw.weight("w", renormalize=True), lambda norms: 1 / (1 + norms), sw.drop(largest=1)],
         clip_weigh_drop,
     ),
     "drop, weight key, weight tensor": (
@@ -305,7 +305,7 @@ def of_attribute(model, batch):
 def test_weights_in_batches_of_any_kind(kind, loss_fn, key, shape):
     ours, theirs = mlp(), mlp()
     batch, samples, microbatch = shape
-    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, sw.weight(key, renormalise=True))
+    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, sw.weight(key, renormalize=True))
     step.run([kind(b) for b in cut(DATA, batch)])
     list(loop(theirs, squared, windows(*shape), over_shares(lambda w: w.batch["w"])))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
@@ -341,12 +341,12 @@ def test_whole_numbers_and_truth_values_are_weights():
 # ------------------------------------------------------------- weights of zero
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
-def test_a_weight_of_zero_leaves_the_sample_out(shape, renormalise):
+def test_a_weight_of_zero_leaves_the_sample_out(shape, renormalize):
     mask = (torch.arange(13) % 3 != 1).double()
-    over = over_shares if renormalise else over_counts
-    weight = sw.weight(mask, index="i", renormalise=renormalise)
+    over = over_shares if renormalize else over_counts
+    weight = sw.weight(mask, index="i", renormalize=renormalize)
     agrees(weight, over(lambda w: mask[w.batch["i"]]), shape, counted)
     agrees(weight, over(lambda w: mask[w.batch["i"]]), shape, counted, record={"norms"})
 
@@ -389,7 +389,7 @@ def test_later_weights_all_zero_change_nothing():
 
 def test_weights_that_sum_to_zero_cannot_be_divided_by():
     model = mlp()
-    step = sw.Step(model, sw.sgd(LR), squared, 5, None, sw.weight("w", renormalise=True))
+    step = sw.Step(model, sw.sgd(LR), squared, 5, None, sw.weight("w", renormalize=True))
     updates = step.over([weights_of(1, 0)])
     next(updates)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

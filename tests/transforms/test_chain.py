@@ -117,9 +117,9 @@ def test_a_window_in_parts_is_seen_as_one():
     assert [p.denominators.tolist() for p in found] == [[1, 0], [1], [1, 0]]
 
 
-def test_each_renormalising_transform_multiplies_the_share():
-    """Σ over samples of the product of their own coefficients × count; those that do not renormalise stay out."""
-    twice = sw.weight(lambda losses: losses + 2, renormalise=True)
+def test_each_renormalizing_transform_multiplies_the_share():
+    """Σ over samples of the product of their own coefficients × count; those that do not renormalize stay out."""
+    twice = sw.weight(lambda losses: losses + 2, renormalize=True)
     half = sw.weight(lambda losses: losses + 0.5)
     (found,) = sw.chain(half, twice, sw.clip(1.0), sw.drop(largest=1), twice).samples.weigh(
         [numbers(5.0, 0.5, counts=[3, 7])]
@@ -156,7 +156,7 @@ def test_coefficients_by_parameter_go_on_by_parameter():
             "(Σ c1·g + N(0, 0.5²)) / Σ count\nc1 = min(1, 1.0/‖g‖)",
         ),
         (
-            sw.chain(sw.clip(1.0), sw.weight("w", renormalise=True), sw.drop(largest=2)),
+            sw.chain(sw.clip(1.0), sw.weight("w", renormalize=True), sw.drop(largest=2)),
             "(Σ c3·c2·c1·g) / Σ c3·c2·count\nc1 = min(1, 1.0/‖g‖)\nc2 = w['w']\nc3 = [‖c2·c1·g‖ kept by largest=2]",
         ),
         (
@@ -202,12 +202,12 @@ def by_team(batch):
         (sw.clip(1.0, by="parameter"), "clip(1.0, by='parameter')"),
         (sw.clip(1.0, mode="automatic", gamma=0.1), "clip(1.0, mode='automatic', gamma=0.1)"),
         (sw.weight(soft), "weight(soft)"),
-        (sw.weight(soft, renormalise=True, window=True), "weight(soft, renormalise=True, window=True)"),
+        (sw.weight(soft, renormalize=True, window=True), "weight(soft, renormalize=True, window=True)"),
         (sw.weight(lambda norms: norms), "weight(function)"),
         (sw.weight("w"), "weight('w')"),
         (sw.weight(2), "weight(2)"),
         (sw.weight(torch.ones(3)), "weight(tensor of 3)"),
-        (sw.weight(torch.ones(3), index="i", renormalise=True), "weight(tensor of 3, index='i', renormalise=True)"),
+        (sw.weight(torch.ones(3), index="i", renormalize=True), "weight(tensor of 3, index='i', renormalize=True)"),
         (sw.drop(largest=1), "drop(largest=1)"),
         (
             sw.drop(largest=1, smallest=2, quantile=0.9, by="losses"),
@@ -217,7 +217,7 @@ def by_team(batch):
         (sw.normalize(2.0), "normalize(2.0)"),
         (sw.normalize("mean"), "normalize('mean')"),
         (sw.align({}), "align(reference)"),
-        (sw.align({}, by="dot", renormalise=True), "align(reference, by='dot', renormalise=True)"),
+        (sw.align({}, by="dot", renormalize=True), "align(reference, by='dot', renormalize=True)"),
         (sw.group("user"), "group('user')"),
         (sw.group(by_team), "group(by_team)"),
         (sw.group(lambda batch: batch), "group(function)"),

@@ -139,7 +139,7 @@ def test_drop_by_losses():
 def test_what_was_dropped_before_is_the_smallest():
     """Each transform sees norms as left by the one before."""
     numbers = given(5.0, 1.0, 3.0)
-    numbers = numbers.scaled(sw.drop(largest=1)(numbers), renormalises=True)
+    numbers = numbers.scaled(sw.drop(largest=1)(numbers), renormalizes=True)
     exactly(sw.drop(smallest=1)(numbers), 0, 1, 1)
 
 

@@ -85,12 +85,12 @@ def _with_labels(loss_fn: LossFn, labels: Labels) -> LossFn:
             f"{labels!r}."
         )
 
-    def relabelled(model: nn.Module, batch: Any) -> Any:
+    def relabeled(model: nn.Module, batch: Any) -> Any:
         with torch.no_grad():
             batch = labels(model, batch)
         return loss_fn(model, batch)
 
-    return relabelled
+    return relabeled
 
 
 class EKFAC:

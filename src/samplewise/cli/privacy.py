@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 COVERED = """\
 Covered: Poisson sampling, in which each update draws each sample with the given rate, independently of the others;
-data sets that differ by adding or removing one sample. The number of samples is public.
+datasets that differ by adding or removing one sample. The number of samples is public.
 Not covered: a loader that shuffles. Its epsilon may be several times larger."""
 TABLE_SHARES = 0.1, 0.25, 0.5, 0.75, 1.0  # of the updates
 CURVE_SHARES = tuple((k / 12) ** 2 for k in range(1, 13))  # dense at the start, where the curve is steep
-COLOURS = {"pld": "#2f6f9f", "rdp": "#d9562b"}
+COLORS = {"pld": "#2f6f9f", "rdp": "#d9562b"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def privacy(
         float, typer.Option(metavar="D", help="Delta, below 1 / number of samples: 1e-5.", show_default=False)
     ],
     samples: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of samples in the data set.", show_default=False)
+        int, typer.Option(min=1, metavar="N", help="Number of samples in the dataset.", show_default=False)
     ],
     batch: Annotated[
         int, typer.Option(min=1, metavar="N", help="Expected number of samples per update.", show_default=False)
@@ -63,7 +63,7 @@ def privacy(
     noise_multiplier: Annotated[
         float | None, typer.Option(metavar="S", help="Compute epsilon for this noise, instead of --epsilon.")
     ] = None,
-    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data set.")] = None,
+    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the dataset.")] = None,
     updates: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Number of updates, instead of --epochs.")
     ] = None,
@@ -198,12 +198,12 @@ def _draw(figure: Any, plan: Plan) -> None:
     releases = plan.releases
     over_updates, over_delta = figure.subplots(1, 2)
     updates = plan.updates_at(CURVE_SHARES)
-    for accountant, colour in COLOURS.items():
+    for accountant, color in COLORS.items():
         name = accountant.upper()
         after = [plan.epsilon(accountant, count) for count in updates]
-        over_updates.plot([0, *updates], [0.0, *after], color=colour, label=name)
+        over_updates.plot([0, *updates], [0.0, *after], color=color, label=name)
         curve = accounting.curve(releases, accountant)
-        over_delta.plot(list(curve), list(curve.values()), color=colour, marker="o", markersize=3.5, label=name)
+        over_delta.plot(list(curve), list(curve.values()), color=color, marker="o", markersize=3.5, label=name)
         over_updates.annotate(
             f"{after[-1]:.2f}", (updates[-1], after[-1]), (4, 0), textcoords="offset points", va="center"
         )

@@ -44,14 +44,14 @@ class PrivateOptions:
                 raise typer.BadParameter(f"must be {wanted}; found {value}.", param_hint=f"--{name}")
 
     def plan(self, loader: Any) -> tuple[Privacy, DataLoader[Any]]:
-        """Plan for the data set of a loader, and a loader that draws from it as the accountant assumes."""
+        """Plan for the dataset of a loader, and a loader that draws from it as the accountant assumes."""
         from torch.utils.data import DataLoader, IterableDataset
 
         from samplewise.privacy.privacy import Privacy
 
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise typer.BadParameter(
-                "the recipe must return a DataLoader with a map-style data set, from which samples are drawn; found "
+                "the recipe must return a DataLoader with a map-style dataset, from which samples are drawn; found "
                 f"{type(loader).__name__}.",
                 param_hint="--epsilon",
             )

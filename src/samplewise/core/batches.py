@@ -328,7 +328,7 @@ def _contents(batch: Any) -> str:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise BatchError for an object that is not an iterable of batches: a single batch, or a data set, whose items are
+    """Raise BatchError for an object that is not an iterable of batches: a single batch, or a dataset, whose items are
     single samples.
     """
     kind = type(loader).__name__

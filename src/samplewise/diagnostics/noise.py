@@ -186,7 +186,7 @@ def _obstacle(transform: Transform) -> str:
         return "adds to the sum of the gradients"
     if transform.window:
         return "depends on the other samples of the window"
-    if transform.renormalises:
+    if transform.renormalizes:
         return "changes the denominator"
     if transform.positions is not None:
         return "depends on the position in the window"

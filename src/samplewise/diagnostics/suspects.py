@@ -1,4 +1,4 @@
-"""`sw.suspects`: ranking of samples that are likely mislabelled or unusual."""
+"""`sw.suspects`: ranking of samples that are likely mislabeled or unusual."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def suspects(
     checkpoints: Sequence[Checkpoint] | None = None,
     microbatch: int | str | None = "auto",
 ) -> Suspects:
-    """Rank samples that are likely mislabelled or unusual, from a model and a loader or from a ledger of a training.
+    """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training.
 
     A ledger is a run directory or a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of
     columns. A table has one row per visit, the column id and some of loss, norm, margin (the label's logit minus the

@@ -6,7 +6,7 @@ take part (`Requests`), so that ranks may run different passes. While a step acc
 gradients of its groups are summed over ranks instead of averaged, right after the backward pass has left their modules.
 
 The methods `unshard` and `post_backward` of the torch group and `_register_pre_backward_hook` of its state are replaced
-on these objects; all private interfaces of `fully_shard` that can change its behaviour are used in this file.
+on these objects; all private interfaces of `fully_shard` that can change its behavior are used in this file.
 """
 
 from __future__ import annotations

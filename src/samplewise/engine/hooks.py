@@ -111,8 +111,8 @@ def _compare(plan: Plan, graph: Graph) -> None:
 
     with torch.no_grad():
         backward_past(graph, plan.stops, GradBuilder(plan, graph, measure, differentiable=False, keep=False).add)
-    relative, cancelled = _tolerances(graph)
-    noise = cancelled * max(sizes.values())
+    relative, canceled = _tolerances(graph)
+    noise = canceled * max(sizes.values())
     for name, expected in _from_autograd(graph, weights).items():
         off = float((sums[name].to(expected) - expected).abs().double().square().sum().sqrt())
         if isfinite(off) and off > relative * sizes[name] + noise:

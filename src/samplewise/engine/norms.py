@@ -135,10 +135,10 @@ class Norms:
 
     def _scaled_parts(self) -> dict[str, Tensor]:
         if self._scaled is None:
-            self._scaled = self._with_cancelled_norms()
+            self._scaled = self._with_canceled_norms()
         return self._scaled
 
-    def _with_cancelled_norms(self) -> dict[str, Tensor]:
+    def _with_canceled_norms(self) -> dict[str, Tensor]:
         """Norms of each parameter. Those that are NaN because a sum of pairs cancels are computed from rows: one host
         sync, if there are parameters with such sums.
         """

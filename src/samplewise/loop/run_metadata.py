@@ -73,7 +73,7 @@ def _of_loader(loader: Any) -> dict[str, Any]:
     named = {"batch size": "batch_size", "workers": "num_workers"}
     found = {title: getattr(loader, name, None) for title, name in named.items()}
     data = getattr(loader, "dataset", loader)
-    inner = getattr(data, "dataset", data)  # the data set inside sw.Indexed or Subset
+    inner = getattr(data, "dataset", data)  # the dataset inside sw.Indexed or Subset
     return {"data": type(inner).__name__, **found}
 
 

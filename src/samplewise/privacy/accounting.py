@@ -1,7 +1,7 @@
 """Epsilon, delta and noise multiplier of DP-SGD, computed by dp-accounting.
 
 The mechanism: each of `updates` releases is a sum over a Poisson sample of the units, in which each unit has norm at
-most 1, plus Gaussian noise of standard deviation `noise_multiplier`. Neighbouring data sets differ by adding or
+most 1, plus Gaussian noise of standard deviation `noise_multiplier`. Neighboring datasets differ by adding or
 removing one unit. This module builds the event of dp-accounting, queries its accountants and searches for a noise
 multiplier. It contains no bound of its own.
 """
@@ -44,7 +44,7 @@ class Releases:
     noise_multiplier: standard deviation of the noise, in units of the sensitivity of the sum
     sample_rate: probability of each unit to be in the Poisson sample of an update
     max_batch: larger Poisson samples are truncated to a random subset of this size; None: never
-    samples: number of units in the data set, which is public; required with max_batch
+    samples: number of units in the dataset, which is public; required with max_batch
     """
 
     noise_multiplier: float
@@ -66,7 +66,7 @@ class Releases:
             if value is not None and not (_is_integer(value) and value >= 1):
                 raise ValueError(f"{name} must be a positive integer; found {value!r}.")
         if self.max_batch is not None and self.samples is None:
-            raise ValueError("samples must be given with max_batch; found None. Pass the size of the data set.")
+            raise ValueError("samples must be given with max_batch; found None. Pass the size of the dataset.")
 
 
 def epsilon(releases: Releases, delta: float, accountant: str = "pld") -> float:
@@ -205,13 +205,13 @@ def _discard(record: logging.LogRecord) -> bool:
 def _composed(releases: Releases, accountant: str, least_grid: float = PLD_GRID) -> Any:
     """Accountant of dp-accounting into which the releases are composed. `least_grid`: for PLD."""
     dp_accounting = load_dp_accounting()
-    neighbours = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    neighbors = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     event = _event(dp_accounting, releases)
     with _no_logging():
         if accountant == "rdp":
-            return dp_accounting.rdp.RdpAccountant(neighboring_relation=neighbours).compose(event)
+            return dp_accounting.rdp.RdpAccountant(neighboring_relation=neighbors).compose(event)
         grid = max(least_grid, _pld_grid(releases))
-        return dp_accounting.pld.PLDAccountant(neighbours, value_discretization_interval=grid).compose(event)
+        return dp_accounting.pld.PLDAccountant(neighbors, value_discretization_interval=grid).compose(event)
 
 
 def _event(dp_accounting: Any, releases: Releases) -> Any:

@@ -318,8 +318,8 @@ class PrivacyMeter:
         if None not in (units, expected) and units != expected and not other_key:
             before = "another number" if isinstance(units, str) else units
             raise PrivacyError(
-                f"a private run must be continued with the same data set; found {state.units} {self.plan.unit}s in "
-                f"place of {before}. Use the same data set, or start a new run directory."
+                f"a private run must be continued with the same dataset; found {state.units} {self.plan.unit}s in "
+                f"place of {before}. Use the same dataset, or start a new run directory."
             )
         self._spending.assume(saved["spent"])
         state.update = saved["update"]
@@ -364,7 +364,7 @@ def _flat(batch: Any, views: int) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             raise BatchError(
                 f"all entries of a batch must be tensors with augmentations; found {type(leaf).__name__}. Return "
-                "tensors and numbers from the data set."
+                "tensors and numbers from the dataset."
             )
         if leaf.shape[1] != views:
             raise PrivacyError(

@@ -42,7 +42,7 @@ class Privacy:
     updates: number of updates that are paid for; more are refused.
     accountant: "pld" (default, tight) or "rdp", of the package dp-accounting.
     unit: "sample" (default), or "user": then sampling, clipping and the guarantee refer to all samples of one user.
-    group: with unit="user", the user of each sample of the data set: a sequence of ids.
+    group: with unit="user", the user of each sample of the dataset: a sequence of ids.
 
     The update.
     sample_rate: probability with which a sample is drawn: expected batch size / number of samples.
@@ -133,7 +133,7 @@ class Privacy:
         if type(self.augmentations) is not int or self.augmentations < 1:
             raise ValueError(f"augmentations must be a positive integer; found {self.augmentations!r}.")
         if self.augmentations > 1 and self.unit == "user":
-            raise ValueError("augmentations must be 1 with unit='user'; found more. Augment in the data set.")
+            raise ValueError("augmentations must be 1 with unit='user'; found more. Augment in the dataset.")
         if self.seed is not None and type(self.seed) is not int:
             raise ValueError(f"seed must be None or an integer; found {self.seed!r}.")
         if self.adaptive is not None:
@@ -191,7 +191,7 @@ class Privacy:
     def loader(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """DataLoader whose batches are drawn by Poisson sampling. A pass over it has round(1 / sample_rate) draws.
 
-        dataset: map-style data set. arguments: of DataLoader, such as num_workers and collate_fn; batch_size, shuffle
+        dataset: map-style dataset. arguments: of DataLoader, such as num_workers and collate_fn; batch_size, shuffle
         and samplers are refused.
         """
         loader = make_loader(
@@ -209,16 +209,16 @@ class Privacy:
         return loader
 
     def _set_units(self, units: int) -> None:
-        """Use the number of samples, or users, of a data set."""
+        """Use the number of samples, or users, of a dataset."""
         if self.samples is not None and units != self.samples:
             raise ValueError(
-                f"the data set must have samples={self.samples} {self.unit}s, the number given to the accountant; "
+                f"the dataset must have samples={self.samples} {self.unit}s, the number given to the accountant; "
                 f"found {units}. Pass the right number to sw.Privacy(samples=...)."
             )
         if self.state.units is not None and units != self.state.units:
             raise ValueError(
-                f"all loaders of one Privacy must have the same data set; found {units} {self.unit}s after "
-                f"{self.state.units}. Make a Privacy for each data set."
+                f"all loaders of one Privacy must have the same dataset; found {units} {self.unit}s after "
+                f"{self.state.units}. Make a Privacy for each dataset."
             )
         self.state.units = units
         self.state.hides_units = self.divide_by is not None and self.samples is None and self.adaptive is None

@@ -1,4 +1,4 @@
-"""Poisson sampling: a batch sampler, the data set and the loader of a private run.
+"""Poisson sampling: a batch sampler, the dataset and the loader of a private run.
 
 Each draw contains each unit (sample or user) independently with probability `sample_rate`. Draw t depends on (secret,
 branch, t) only. The loader yields a `DrawnBatch` for each draw, also for an empty one. Only the main process draws;
@@ -208,7 +208,7 @@ class DrawnSamples:
 class View(int):
     """Index of a sample, with the number of the draw and of the augmented view in its `repr`.
 
-    A data set that seeds its augmentation by the `repr` of the index returns another view for each.
+    A dataset that seeds its augmentation by the `repr` of the index returns another view for each.
     """
 
     draw: int
@@ -230,9 +230,9 @@ class View(int):
 
 
 class DrawnDataset(Dataset[Any]):
-    """Map-style data set that returns the samples of a `Draw`.
+    """Map-style dataset that returns the samples of a `Draw`.
 
-    dataset: the user's data set
+    dataset: the user's dataset
     augmentations: number of views of each sample, K; with K > 1 the tensors of a sample have shape (K, ...)
     """
 
@@ -241,7 +241,7 @@ class DrawnDataset(Dataset[Any]):
         self.augmentations = augmentations
 
     def over(self, dataset: Any) -> DrawnDataset:
-        """Data set with the same settings on another inner data set."""
+        """Dataset with the same settings on another inner dataset."""
         return DrawnDataset(dataset, self.augmentations)
 
     def __len__(self) -> int:
@@ -315,7 +315,7 @@ class DrawnCollate:
 
 
 class UnwrapInWorker:
-    """worker_init_fn that makes `get_worker_info().dataset` the user's data set, then calls the user's function."""
+    """worker_init_fn that makes `get_worker_info().dataset` the user's dataset, then calls the user's function."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None):
         self.worker_init_fn = worker_init_fn
@@ -340,7 +340,7 @@ def make_loader(
     users: Sequence[Hashable] | None = None,
     **dataloader_arguments: Any,
 ) -> DataLoader[Any]:
-    """DataLoader of Poisson draws of a map-style data set; yields a `DrawnBatch` per draw.
+    """DataLoader of Poisson draws of a map-style dataset; yields a `DrawnBatch` per draw.
 
     users: user id of each sample; the units of sampling are then users, and a draw has all samples of its users
     max_batch: largest number of units in a draw, over all ranks
@@ -366,8 +366,8 @@ def _check_dataset(dataset: Any) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"Poisson sampling needs a map-style data set, with __getitem__ and __len__; found {kind}, which is read "
-            "in one order only. Store its samples in a map-style data set."
+            f"Poisson sampling needs a map-style dataset, with __getitem__ and __len__; found {kind}, which is read "
+            "in one order only. Store its samples in a map-style dataset."
         )
     try:
         size = len(dataset)
@@ -377,7 +377,7 @@ def _check_dataset(dataset: Any) -> None:
         ) from None
     if size == 0:
         raise ValueError(
-            f"Poisson sampling needs at least one sample; found an empty {kind}. Pass the training data set."
+            f"Poisson sampling needs at least one sample; found an empty {kind}. Pass the training dataset."
         )
 
 
@@ -421,7 +421,7 @@ def _checked_ids(users: Any, samples: int) -> list[Hashable]:
     if len(ids) != samples:
         raise ValueError(
             f"users must have one id per sample; found {plural(len(ids), 'id')} for {plural(samples, 'sample')}. Pass "
-            "the user of each sample, in the order of the data set."
+            "the user of each sample, in the order of the dataset."
         )
     for index, user in enumerate(ids):
         if isinstance(user, Tensor) or not _is_hashable(user):

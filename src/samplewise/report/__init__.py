@@ -6,7 +6,7 @@
     previews      reads previews.json: images, texts or values of samples
 
     training, scatter, norms, noise, layers, cost, settings    the sections
-    charts        charts as inline SVG, in the colours of the page
+    charts        charts as inline SVG, in the colors of the page
     html          text, numbers and tables; escapes all of the user's data
     dom.js, plot.js, samples.js, reload.js, style.css    scripts and style sheet of the page
 

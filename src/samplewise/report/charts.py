@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn by matplotlib, in the colours of the page, light or dark.
+"""Charts as inline SVG, drawn by matplotlib, in the colors of the page, light or dark.
 
 A chart contains no text of the user: titles and names of curves are HTML text beside it.
 """
@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import copysign, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from samplewise.report.html import COLOURS
+from samplewise.report.html import COLORS
 from samplewise.report.run_log import Curve, Point
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ MIN_POINTS_PER_CURVE = 200  # per curve, regardless of the number of curves
 DOTTED_POINTS = 40  # up to this number, each point is marked with a dot
 MAX_VALUE = 1e300  # larger values overflow the margins of the axes
 
-# matplotlib has no CSS variables: it draws with these placeholder colours, which are replaced in the SVG.
+# matplotlib has no CSS variables: it draws with these placeholder colors, which are replaced in the SVG.
 INK, GRID = "#010203", "#040506"
-LINES = tuple(f"#{7 + 3 * k:02x}{8 + 3 * k:02x}{9 + 3 * k:02x}" for k in range(COLOURS))
+LINES = tuple(f"#{7 + 3 * k:02x}{8 + 3 * k:02x}{9 + 3 * k:02x}" for k in range(COLORS))
 CSS = {INK: "var(--quiet)", GRID: "var(--rule)"} | {line: f"var(--line-{k})" for k, line in enumerate(LINES)}
 
 STYLE: dict[Any, Any] = {
@@ -78,7 +78,7 @@ def lines(curves: Sequence[Curve], frame: XRange, prefix: str, label: str, log: 
 
 
 def bands(areas: Sequence[Band], curves: Sequence[Curve], frame: XRange, prefix: str, label: str, log: bool) -> str:
-    """Line chart with bands behind the curves, in the colour of the first curve."""
+    """Line chart with bands behind the curves, in the color of the first curve."""
 
     def draw(axes: Axes) -> None:
         for band in areas:
@@ -96,7 +96,7 @@ def shares(curves: Sequence[Curve], frame: XRange, prefix: str, label: str) -> s
         xs = [x for x, _ in curves[0].points]
         totals = [sum(values) or 1.0 for values in zip(*([y for _, y in c.points] for c in curves), strict=True)]
         parts = [[100 * y / total for (_, y), total in zip(c.points, totals, strict=True)] for c in curves]
-        axes.stackplot(xs, parts, colors=[LINES[k % COLOURS] for k in range(len(curves))], alpha=0.75, step="pre", lw=0)
+        axes.stackplot(xs, parts, colors=[LINES[k % COLORS] for k in range(len(curves))], alpha=0.75, step="pre", lw=0)
         axes.set_ylim(0, 100)
         axes.yaxis.set_major_formatter("{x:.0f} %")
 
@@ -139,8 +139,8 @@ def _plot(axes: Axes, curves: Sequence[Curve], frame: XRange) -> None:
         width = 1.4 if len(points) <= 10 * DOTTED_POINTS else 0.9
         if len(curves) < 5:  # curves such as learning rates often coincide: later ones are thinner and drawn on top
             width += 0.6 * (len(curves) - 1 - k)
-        color = LINES[k % COLOURS]
-        style = "-" if k < COLOURS else "--"
+        color = LINES[k % COLORS]
+        style = "-" if k < COLORS else "--"
         dots = _dotted_points(points)
         axes.plot(xs, ys, color=color, linewidth=width, linestyle=style)
         axes.plot([xs[d] for d in dots], [ys[d] for d in dots], color=color, linestyle="", marker="o", markersize=3)
@@ -212,7 +212,7 @@ def _dotted_points(points: list[Point]) -> list[int]:
 
 
 def _adapt_svg(svg: str, prefix: str, label: str) -> str:
-    """The `<svg>` element of a file of matplotlib, with unique ids and the colours of the page."""
+    """The `<svg>` element of a file of matplotlib, with unique ids and the colors of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
     svg = re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{prefix}">', svg, count=1)

@@ -133,7 +133,7 @@ def _curves(runs: Sequence[ComparedRun]) -> Section:
 
 
 def _overlaid(title: str, runs: Sequence[ComparedRun], charts_of_runs: Sequence[training.Charts]) -> list[Curve]:
-    """One curve per run; a run without this chart gets an empty curve, so that each run keeps its colour."""
+    """One curve per run; a run without this chart gets an empty curve, so that each run keeps its color."""
     points_of_runs = [charts[title][0].points if title in charts else [] for charts in charts_of_runs]
     return [Curve(c.name, points) for c, points in zip(runs, points_of_runs, strict=True)]
 

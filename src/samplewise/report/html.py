@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from samplewise.report.run_log import is_number
 
 MISSING = "–"
-COLOURS = 8  # colours of curves in style.css; further curves are dashed
+COLORS = 8  # colors of curves in style.css; further curves are dashed
 
 # Characters that would end a script element, or a line of JavaScript, are escaped in JSON.
 IN_SCRIPT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
@@ -43,7 +43,7 @@ def text(value: object) -> str:
 
 
 def note_paragraph(message: str) -> str:
-    """Paragraph in the colour of notes."""
+    """Paragraph in the color of notes."""
     return f'<p class="quiet">{text(message)}</p>'
 
 
@@ -72,7 +72,7 @@ def legend(names: Sequence[str]) -> str:
     if len(names) < 2:
         return ""
     entries = (
-        f'<li><i class="line-{k % COLOURS}{" dashed" if k >= COLOURS else ""}"></i>{text(name)}</li>'
+        f'<li><i class="line-{k % COLORS}{" dashed" if k >= COLORS else ""}"></i>{text(name)}</li>'
         for k, name in enumerate(names)
     )
     return f'<ul class="legend">{"".join(entries)}</ul>'

@@ -43,7 +43,7 @@ class Plot {
   // `source`: count; of(k) -> [x, y] or nulls; suspects() -> indices, the most suspicious first; pinned(); title(k);
   // facts(k); pin(k or null)
   constructor(canvas, tip, axes, grid, source) {
-    Object.assign(this, {canvas, tip, grid, source, hovered: null, positions: [], colour: {}, width: 0, height: 0});
+    Object.assign(this, {canvas, tip, grid, source, hovered: null, positions: [], color: {}, width: 0, height: 0});
     [this.x, this.y] = axes.map(axis => new Scale(axis));
     this.edge = {left: 58, right: 12, top: 10, bottom: 42};
     this.resting = document.createElement("canvas");  // everything but the rings: it is not redrawn on pointer moves
@@ -60,7 +60,7 @@ class Plot {
     if (!this.width || !this.height) return;
     const style = getComputedStyle(document.documentElement), sharp = devicePixelRatio || 1;
     for (const name of ["ink", "quiet", "rule", "card", "sample", "suspect"])
-      this.colour[name] = style.getPropertyValue(`--${name}`);
+      this.color[name] = style.getPropertyValue(`--${name}`);
     for (const sheet of [this.canvas, this.resting])
       [sheet.width, sheet.height] = [Math.round(this.width * sharp), Math.round(this.height * sharp)];
     this.positions = Array.from({length: this.source.count}, (_, k) => {
@@ -83,7 +83,7 @@ class Plot {
       pen.stroke();
     };
     Object.assign(pen, {font: "12px system-ui, sans-serif", lineWidth: 1, textBaseline: "middle", textAlign: "center",
-      strokeStyle: this.colour.rule, fillStyle: this.colour.quiet});
+      strokeStyle: this.color.rule, fillStyle: this.color.quiet});
     for (const tick of this.x.ticks(this.width / 80)) {
       const at = Math.round(this.across(this.x.place(tick))) + .5;
       line(at, this.down(0), at, this.down(1));
@@ -105,7 +105,7 @@ class Plot {
   }
 
   points(pen) {
-    pen.fillStyle = this.colour.sample;
+    pen.fillStyle = this.color.sample;
     pen.globalAlpha = this.positions.length > 3000 ? .35 : .55;
     const side = [[3000, 3], [300, 4]].find(([many]) => this.positions.length > many)?.[1] || 6;
     for (const at of this.positions) if (at) pen.fillRect(at[0] - side / 2, at[1] - side / 2, side, side);
@@ -114,7 +114,7 @@ class Plot {
 
   cells(pen) {
     const [wide, high] = this.grid.size, most = Math.log1p(Math.max(...this.grid.cells.map(cell => cell[2])));
-    pen.fillStyle = this.colour.sample;
+    pen.fillStyle = this.color.sample;
     for (const [column, row, count] of this.grid.cells) {
       const left = Math.floor(this.across(column / wide)), right = Math.floor(this.across((column + 1) / wide));
       const top = Math.floor(this.down((row + 1) / high)), bottom = Math.floor(this.down(row / high));
@@ -125,8 +125,8 @@ class Plot {
   }
 
   suspects(pen) {
-    pen.fillStyle = this.colour.suspect;
-    Object.assign(pen, {strokeStyle: this.colour.card, lineWidth: .6});
+    pen.fillStyle = this.color.suspect;
+    Object.assign(pen, {strokeStyle: this.color.card, lineWidth: .6});
     for (const k of this.source.suspects().slice().reverse()) {
       if (!this.positions[k]) continue;
       pen.beginPath();
@@ -142,7 +142,7 @@ class Plot {
     pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
     pen.drawImage(this.resting, 0, 0);
     pen.scale(this.canvas.width / this.width, this.canvas.height / this.height);
-    Object.assign(pen, {lineWidth: 2, strokeStyle: this.colour.ink});
+    Object.assign(pen, {lineWidth: 2, strokeStyle: this.color.ink});
     for (const [k, radius] of [[this.hovered, 6], [this.source.pinned(), 8]]) {
       if (k === null || !this.positions[k]) continue;
       pen.beginPath();

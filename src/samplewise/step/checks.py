@@ -13,7 +13,7 @@ from samplewise.errors import ParameterError
 
 
 def check_pieces(modules: Iterable[nn.Module], sizes: Sequence[int], interacting: str) -> None:
-    """Warn if BatchNorm in training mode normalises microbatches of one sample, or a window of several microbatches;
+    """Warn if BatchNorm in training mode normalizes microbatches of one sample, or a window of several microbatches;
     and about a window of several microbatches whose samples may interact. `sizes`: samples of each microbatch.
     """
     if len(sizes) == 1 and sizes[0] > 1:

@@ -86,7 +86,7 @@ class Step(CheckedAttributes):
     compilation is not possible or not faster, the step continues uncompiled, and `step.compiled` gives the reason. With
     several ranks, or windows of several microbatches, True compiles the gradients, without their sum and the optimizer.
     strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
-    a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
+    a DistributedDataParallel is recognized without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
     sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks.
 
     Observation.

@@ -132,7 +132,7 @@ def _check_stage(stage: Stage, stats: SampleStats) -> None:
                 "update depends on batch and microbatch size. Use sw.weight(..., window=True), which calls the "
                 "function once with the values of the whole window."
             )
-        stats = stats.scaled(whole, transform.renormalises)
+        stats = stats.scaled(whole, transform.renormalizes)
 
 
 def _check_private_stage(stage: Stage, stats: SampleStats, before: CallSnapshot) -> None:
@@ -181,7 +181,7 @@ def _check_private_stage(stage: Stage, stats: SampleStats, before: CallSnapshot)
             found = "fails for a part of the samples"
         if found is not None:
             raise PrivacyError(_MIXES.format(transform=transform, found=found))
-        stats = stats.scaled(whole, transform.renormalises)
+        stats = stats.scaled(whole, transform.renormalizes)
 
 
 def _rounded_otherwise(stats: SampleStats) -> SampleStats:

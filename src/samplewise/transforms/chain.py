@@ -80,9 +80,9 @@ class Stage:
         for t in self.transforms:
             if t.window:
                 coefficients = split_values(call(t, concatenate(parts)), [len(p) for p in parts])
-                parts = [p.scaled(c, t.renormalises) for p, c in zip(parts, coefficients, strict=True)]
+                parts = [p.scaled(c, t.renormalizes) for p, c in zip(parts, coefficients, strict=True)]
             else:
-                parts = [p.scaled(t(p), t.renormalises) for p in parts]
+                parts = [p.scaled(t(p), t.renormalizes) for p in parts]
         return parts
 
 
@@ -158,7 +158,7 @@ class Chain:
                 symbol = next(symbols)
                 lines.append(f"{symbol} = {t.formula.replace('{g}', gradient)}")
                 gradient = f"{symbol}·{gradient}"
-                below = [symbol, *below] if t.renormalises else below
+                below = [symbol, *below] if t.renormalizes else below
         above = " + ".join([f"Σ {gradient}", *(t.formula for t in self.on_sum)])
         denominator = f"Σ {'·'.join(below)}" if self.divisor is None else str(self.divisor)
         return "\n".join([f"({above}) / {denominator}", *lines])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 class Divisor:
     """Public constant by which the sum of an update is divided. It may be set later than the chain that contains it:
-    the default of a private step depends on the size of the data set.
+    the default of a private step depends on the size of the dataset.
     """
 
     def __init__(self, value: float | None = None):

@@ -48,7 +48,7 @@ def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by:
         answer=answer,
         needs=frozenset({by}),
         window=True,
-        renormalises=True,
+        renormalizes=True,
     )
 
 

@@ -45,7 +45,7 @@ def sensitivity(chain: Chain, parameters: int | None = None) -> float:
 def _check_alone(transform: SampleTransform) -> None:
     """Raise unless the coefficient of a sample depends on this sample only."""
     reason = None
-    if transform.renormalises:
+    if transform.renormalizes:
         reason = "divides by the weights of all samples"
     elif transform.window:
         reason = "compares a sample with the others of its window"

@@ -82,9 +82,9 @@ class SampleStats:
             self._count_sum = self.counts.sum()
         return self._count_sum
 
-    def scaled(self, coefficients: PerSample, renormalises: bool) -> SampleStats:
-        """Results after one more transform. A renormalising transform multiplies the denominators as well."""
-        shares = self.denominators * one_per_sample(coefficients) if renormalises else self.shares
+    def scaled(self, coefficients: PerSample, renormalizes: bool) -> SampleStats:
+        """Results after one more transform. A renormalizing transform multiplies the denominators as well."""
+        shares = self.denominators * one_per_sample(coefficients) if renormalizes else self.shares
         product = coefficients if self.coefficients is None else _times(coefficients, self.coefficients)
         return SampleStats(
             losses=self.losses,
@@ -140,7 +140,7 @@ def one_per_sample(values: PerSample) -> Tensor:
 
 
 def denominator(parts: Sequence[SampleStats]) -> Tensor | int:
-    """Denominator of a window: Σ counts, times the coefficients of renormalising transforms."""
+    """Denominator of a window: Σ counts, times the coefficients of renormalizing transforms."""
     return _total([part.count_sum if part.shares is None else part.shares.sum() for part in parts])
 
 

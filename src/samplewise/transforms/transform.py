@@ -35,7 +35,7 @@ class SampleTransform:
     reference: Reference | None = None  # direction whose dot products it needs
     window: bool = False  # whether it needs all samples of the window at once
     by_parameter: bool = False  # whether it returns a dict, name -> (B,)
-    renormalises: bool = False  # whether its coefficients also multiply the counts in the denominator
+    renormalizes: bool = False  # whether its coefficients also multiply the counts in the denominator
     positions: int | None = None  # number of window positions it has values for; None: independent of the position
     batch_keys: frozenset[Hashable] = frozenset()  # keys of the batch that it reads; none with need "batch": all
     rescales: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise

@@ -21,7 +21,7 @@ def weight(
     by: Callable[..., Any] | Tensor | Hashable,
     *,
     index: Hashable = None,
-    renormalise: bool = False,
+    renormalize: bool = False,
     window: bool = False,
 ) -> SampleTransform:
     """Multiply each sample's gradient by a weight.
@@ -31,7 +31,7 @@ def weight(
     the key of the batch under which the weights are (a name, or the index in a tuple).
     index: with a tensor: key of the batch under which the sample indices are; the weight of a sample is by[its index].
     A tensor on the CPU and indices on an accelerator cost a host sync per microbatch: move the tensor there.
-    renormalise: divide the update by Σ weight × count instead of Σ counts.
+    renormalize: divide the update by Σ weight × count instead of Σ counts.
     window: call the function with the values of the whole window at once (for ranks or quantiles).
     """
     if callable(by):
@@ -49,14 +49,14 @@ def weight(
         raise TransformError("index= must be used with a tensor of weights; found no tensor. Leave it out.")
     if window and not callable(by):
         raise TransformError("window=True must be used with a function; found none. Leave it out.")
-    options = (", renormalise=True" if renormalise else "") + (", window=True" if window else "")
+    options = (", renormalize=True" if renormalize else "") + (", window=True" if window else "")
     return SampleTransform(
         name=f"weight({name}{options})",
         formula=_formula(name, needs),
         answer=answer,
         needs=needs,
         window=window,
-        renormalises=renormalise,
+        renormalizes=renormalize,
         positions=len(by) if isinstance(by, Tensor) and index is None else None,
         batch_keys=_batch_keys(by, index),
     )

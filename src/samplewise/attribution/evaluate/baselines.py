@@ -1,4 +1,4 @@
-"""Scores that need no gradients: nearest neighbours of the same class, and the loss of the training sample.
+"""Scores that need no gradients: nearest neighbors of the same class, and the loss of the training sample.
 
 Scores of a method say little if these predict as well.
 """
@@ -20,9 +20,9 @@ from samplewise.eval_pass import check_train_and_queries
 def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any]) -> dict[str, Tensor]:
     """Scores (queries, n) of simple methods, for `lds(..., baselines=)`.
 
-    "neighbours, pixels": cosine similarity of the inputs of samples of the same class, 0 for other classes; only for
+    "neighbors, pixels": cosine similarity of the inputs of samples of the same class, 0 for other classes; only for
         inputs of floating-point numbers of one shape
-    "neighbours, features": the same for the input of the last layer
+    "neighbors, features": the same for the input of the last layer
     "loss": the loss of the training sample, equal for all queries
 
     Batches are (x, labels), or dicts with labels. If a label is not one integer, all samples are of the same class. The
@@ -38,8 +38,8 @@ def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: 
         same = (ours.labels[:, None] == theirs.labels).double()
     scores = {}
     if ours.pixels is not None and theirs.pixels is not None:
-        scores["neighbours, pixels"] = _cosine(ours.pixels, theirs.pixels) * same
-    scores["neighbours, features"] = _cosine(ours.features, theirs.features) * same
+        scores["neighbors, pixels"] = _cosine(ours.pixels, theirs.pixels) * same
+    scores["neighbors, features"] = _cosine(ours.features, theirs.features) * same
     scores["loss"] = theirs.losses.expand(len(ours.losses), -1).clone()
     return scores
 

@@ -89,7 +89,7 @@ def lds(
 ) -> LDS:
     """Linear datamodeling score of attribution scores: 1 if they rank the retrained models perfectly, 0 by chance.
 
-    scores: (queries, n), as returned by `sw.trak`. Scores (n, queries), as returned by `sw.influence`, are recognised
+    scores: (queries, n), as returned by `sw.trak`. Scores (n, queries), as returned by `sw.influence`, are recognized
         by their shape if n is not the number of queries; transpose them otherwise.
     subsets: indices of the training samples of each model, (count, size) or a list of 1-D tensors
     outcomes: outputs of the models (count, queries), as returned by `retrain`; larger must mean better, as for scores.

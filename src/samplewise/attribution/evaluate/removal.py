@@ -52,7 +52,7 @@ def removal(
     `repeats` models of all samples minus that of `repeats` models without the k samples.
 
     scores: (queries, n), or (n, queries) as in `lds`
-    baselines: name -> scores for comparison, such as nearest neighbours; removing random samples is added
+    baselines: name -> scores for comparison, such as nearest neighbors; removing random samples is added
     training: further arguments of `retrain`, such as epochs, batch_size and output_fn
     """
     n = number_of_samples(dataset)

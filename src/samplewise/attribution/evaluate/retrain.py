@@ -69,7 +69,7 @@ def retrain(
     without transforms, buffers and dropout are trained stacked as one batched model, with the same result to rounding.
 
     make_step: function without arguments that returns a `sw.Step` with a new model; called with a seeded random state
-    dataset: map-style data set of training samples
+    dataset: map-style dataset of training samples
     subsets: indices of training samples, (count, size) or a list of 1-D tensors
     queries: loader or list of batches
     epochs, batch_size: of each training; the subset is shuffled in each epoch
@@ -202,7 +202,7 @@ def _checked(subsets: Subsets, n: int) -> list[Tensor]:
             raise ValueError("each subset must be a 1-D tensor of indices, at least one; found another tensor.")
         if int(subset.max()) >= n:
             raise ValueError(
-                f"subsets must hold indices below {n}, the size of the data set; found {int(subset.max())}."
+                f"subsets must hold indices below {n}, the size of the dataset; found {int(subset.max())}."
             )
     return chosen
 

@@ -31,7 +31,7 @@ ELEMENTWISE = (
     torch.optim.RAdam,
 )
 ELEMENTS = 2**24  # of all stacked parameters; more does not make a model cheaper
-SAMPLES_IN_MEMORY = 2**30  # bytes of the data set, which is collated as a whole
+SAMPLES_IN_MEMORY = 2**30  # bytes of the dataset, which is collated as a whole
 
 
 def stack_size(step: Step) -> int:

@@ -19,10 +19,10 @@ MakeStep = Callable[[], Step]
 
 
 def number_of_samples(dataset: Any) -> int:
-    """Length of a map-style data set; raises TypeError for others."""
+    """Length of a map-style dataset; raises TypeError for others."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
-            "dataset must be a map-style data set, with a length and an index; found "
+            "dataset must be a map-style dataset, with a length and an index; found "
             f"{type(dataset).__name__}. Subsets are chosen by index: pass a list of samples, or a TensorDataset."
         )
     return len(dataset)

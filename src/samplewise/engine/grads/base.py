@@ -108,8 +108,8 @@ class PerSampleGrad(ABC):
         return self.sum(weights)
 
     @abstractmethod
-    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
-        """Sum over b of (row b - centre)**2, in the parameter's shape; None means a centre of zero."""
+    def sum_of_squares(self, center: Tensor | None) -> Tensor:
+        """Sum over b of (row b - center)**2, in the parameter's shape; None means a center of zero."""
 
     @abstractmethod
     def project(self, left: Tensor, right: Tensor) -> Tensor:

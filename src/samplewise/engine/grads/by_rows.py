@@ -126,10 +126,10 @@ def sum(form: HasRows, weights: Tensor | None) -> Tensor:
     return total.view(form.shape)
 
 
-def sum_of_squares(form: HasRows, centre: Tensor | None) -> Tensor:
+def sum_of_squares(form: HasRows, center: Tensor | None) -> Tensor:
     total: Tensor | int = 0
     for _, rows in chunks(form):
-        off = rows if centre is None else rows - centre
+        off = rows if center is None else rows - center
         total = total + (off.abs() if off.is_complex() else off).square().sum(0)
     assert isinstance(total, Tensor)
     return total

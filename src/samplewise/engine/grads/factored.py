@@ -321,12 +321,12 @@ class FactoredGrad(PerSampleGrad):
             return None
         return total(_norms_of(term.left) * _norms_of(term.right) for term in self.terms)
 
-    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
-        if centre is None and len(self.terms) == 1 and _one_token(self.terms[0]):
+    def sum_of_squares(self, center: Tensor | None) -> Tensor:
+        if center is None and len(self.terms) == 1 and _one_token(self.terms[0]):
             left, right = self.terms[0]
             assert isinstance(left, Tensor) and isinstance(right, Tensor)
             return (left[:, 0].square().T @ right[:, 0].square()).reshape(self.shape)
-        return by_rows.sum_of_squares(self, centre)
+        return by_rows.sum_of_squares(self, center)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         if self.matrix != as_matrix(self.shape):
@@ -413,7 +413,7 @@ _last_selection: tuple[Callable[[], Tensor | None], Tensor | None] = (lambda: No
 
 
 class PairSums:
-    """Sums (b,) of products over pairs of tokens, and of their absolute values, which show if a sum has cancelled."""
+    """Sums (b,) of products over pairs of tokens, and of their absolute values, which show if a sum has canceled."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -432,17 +432,17 @@ class PairSums:
         self._sizes.append(torch.linalg.vector_norm(values, 1, (1, 2)) * multiple)
 
     def checked(self, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """The sums (b,). Samples whose sum has cancelled are replaced by `exactly(samples)`; they are NaN if it is
+        """The sums (b,). Samples whose sum has canceled are replaced by `exactly(samples)`; they are NaN if it is
         None, which needs no host sync.
 
         In a traced pass, which cannot branch on values, they are NaN as well, so that the compiled update falls back to
         another computation.
         """
         sums = total(self._sums)
-        cancelled = sums.detach().abs() < CANCELLED * total(self._sizes)
+        canceled = sums.detach().abs() < CANCELLED * total(self._sizes)
         if exactly is None or is_traced(sums):
-            return torch.where(cancelled, torch.nan, sums)
-        samples = cancelled.nonzero().flatten()
+            return torch.where(canceled, torch.nan, sums)
+        samples = canceled.nonzero().flatten()
         return sums.index_copy(0, samples, exactly(samples)) if len(samples) else sums
 
 

@@ -110,8 +110,8 @@ class IndexedGrad(PerSampleGrad):
     def summed_apart(self, weights: Tensor | None) -> Tensor:
         return self._gathered(self.source.summed_apart(weights)[None])[0]
 
-    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
-        squares = self.source.sum_of_squares(None if centre is None else self._scattered(centre))
+    def sum_of_squares(self, center: Tensor | None) -> Tensor:
+        squares = self.source.sum_of_squares(None if center is None else self._scattered(center))
         return self._gathered(squares[None])[0]
 
     def _gathered(self, rows: Tensor) -> Tensor:

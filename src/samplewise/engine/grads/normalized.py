@@ -79,10 +79,10 @@ class NormalizedGrad(RowwiseGrad):
     def squared_norms(self) -> Tensor:
         whole = self.scaled.squared_norms()
         squares = whole - self.component.square().sum(1)
-        cancelled = squares.detach() < ENOUGH_LEFT * whole.detach()
+        canceled = squares.detach() < ENOUGH_LEFT * whole.detach()
         if is_traced(squares):
-            return torch.where(cancelled, torch.nan, squares)
-        samples = cancelled.nonzero().flatten()
+            return torch.where(canceled, torch.nan, squares)
+        samples = canceled.nonzero().flatten()
         if not len(samples):
             return squares
         some = NormalizedGrad(self.scaled.some(samples), self.component[samples], self.unit)

@@ -22,7 +22,7 @@ def layer_norm_scale(use: Use) -> PerSampleGrad | None:
     rstd = use.tensor("result2")
     g = use.gradient
     if torch.is_grad_enabled():
-        return summed(use, g * _normalised(x, mean, rstd, tuple(range(-len(use.shape), 0))))
+        return summed(use, g * _normalized(x, mean, rstd, tuple(range(-len(use.shape), 0))))
     row_dims = g.dim() - len(use.shape)
     rows = use.rows(row_dims)
     if rows is None:
@@ -50,7 +50,7 @@ def group_norm_scale(use: Use) -> PerSampleGrad | None:
     g = use.gradient
     groups = scalar(use.node, "group")
     mean, rstd = (use.tensor(name).reshape(x.shape[0], groups, 1) for name in ("result1", "result2"))
-    normal = _normalised(x.reshape(x.shape[0], groups, -1), mean, rstd, (-1,))
+    normal = _normalized(x.reshape(x.shape[0], groups, -1), mean, rstd, (-1,))
     return summed(use, g * normal.view(x.shape), _channels(use))
 
 
@@ -115,7 +115,7 @@ def batch_norm_shift(use: Use) -> PerSampleGrad | None:
     return summed(use, use.gradient, _channels(use))
 
 
-def _normalised(x: Tensor, mean: Tensor, rstd: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _normalized(x: Tensor, mean: Tensor, rstd: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Normalized input. Under grad mode, mean and variance over `dims` are recomputed to be differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return (x - mean) * rstd

@@ -1,6 +1,6 @@
 """Adapters for four kinds of loaders, each of which can be started at any batch of any epoch.
 
-    SeededLoader    a DataLoader with a map-style data set: the order is determined by (seed, epoch), the random numbers
+    SeededLoader    a DataLoader with a map-style dataset: the order is determined by (seed, epoch), the random numbers
                     of a sample by (seed, epoch, index). Nothing is replayed.
     StatefulLoader  a loader with state_dict and load_state_dict: its state is saved and restored.
     PoissonLoader   a loader of sw.Privacy: its position is the number of updates of the step.
@@ -82,7 +82,7 @@ def adapter_for(loader: Iterable[Any], seed: int, in_use: bool = False) -> Loade
 def kind_name(kind: str | None) -> str:
     """Return the text for a kind of loader in error messages."""
     texts = {
-        SeededLoader.kind: "a DataLoader with a map-style data set",
+        SeededLoader.kind: "a DataLoader with a map-style dataset",
         PoissonLoader.kind: "a loader of sw.Privacy",
         StatefulLoader.kind: "a loader with state_dict and load_state_dict",
         ReplayedLoader.kind: "a loader that is replayed from the beginning of the epoch",
@@ -96,7 +96,7 @@ def is_poisson(loader: Any) -> bool:
 
 
 def is_map_style(loader: Any) -> bool:
-    """Return True for a DataLoader with a map-style data set, unless a subclass overrides `__iter__`: its order is
+    """Return True for a DataLoader with a map-style dataset, unless a subclass overrides `__iter__`: its order is
     then unknown.
     """
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
@@ -104,12 +104,12 @@ def is_map_style(loader: Any) -> bool:
 
 
 def _has_indices(loader: Any) -> bool:
-    """Return True if a DataLoader reads its data set by index."""
+    """Return True if a DataLoader reads its dataset by index."""
     return not isinstance(loader.dataset, IterableDataset)
 
 
 class SeededLoader:
-    """DataLoader with a map-style data set. Any batch is reached by skipping indices."""
+    """DataLoader with a map-style dataset. Any batch is reached by skipping indices."""
 
     kind = "with an order of ours"
     has_state = False
@@ -287,7 +287,7 @@ class StatefulLoader:
 
     @contextmanager
     def _replaced_parts(self, epoch: int, shard: RankShard) -> Iterator[None]:
-        """Replace data set and sampler of a DataLoader while its iterator is created, by seeded and sharded ones."""
+        """Replace dataset and sampler of a DataLoader while its iterator is created, by seeded and sharded ones."""
         changes: dict[str, Any] = {"in_order": True} if self._workers else {}
         if self._samples is not None:
             self._samples.epoch.fill_(epoch)
@@ -415,7 +415,7 @@ def _drawn_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def set_epoch(loader: Any, epoch: int, seed: int) -> None:
-    """Call `set_epoch` of a loader, its samplers and its data set, and seed their random generators."""
+    """Call `set_epoch` of a loader, its samplers and its dataset, and seed their random generators."""
     for part in nested_parts(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -423,7 +423,7 @@ def set_epoch(loader: Any, epoch: int, seed: int) -> None:
 
 
 def _may_persist(loader: Any) -> bool:
-    """Return True if workers may persist: not if a data set has `set_epoch`, which would not reach them."""
+    """Return True if workers may persist: not if a dataset has `set_epoch`, which would not reach them."""
     return loader.persistent_workers and not any(hasattr(part, "set_epoch") for part in nested_parts(loader.dataset))
 
 

@@ -208,7 +208,7 @@ class ResumableLoader:
             where = "" if self.in_use else f" in epoch {number}"
             raise BatchError(
                 f"{wanted} must have at least one batch; found none{where}. Check the loader: a generator is empty "
-                "after its first use, and drop_last=True drops a data set smaller than one batch."
+                "after its first use, and drop_last=True drops a dataset smaller than one batch."
             )
 
     def _iterate(self, number: int, at: DataPosition) -> Iterator[Any]:
@@ -257,7 +257,7 @@ class ResumableLoader:
         found = differences(before, now, ignore)
         if found:
             raise CheckpointError(
-                "an epoch must be continued with the data set length, batch size, sampler and drop_last that it was "
+                "an epoch must be continued with the dataset length, batch size, sampler and drop_last that it was "
                 f"started with, or samples would be lost or repeated; found {listed(found)}. {remedy}"
             )
 

@@ -1,6 +1,6 @@
 """Properties of the training data that are saved in checkpoints and compared on resume.
 
-A position inside an epoch is a number of batches and a number of samples. With another data set, batch size or order
+A position inside an epoch is a number of batches and a number of samples. With another dataset, batch size or order
 the same numbers refer to other samples: some would be lost, others repeated. So these must not change inside an epoch.
 Between two epochs they may change.
 
@@ -10,7 +10,7 @@ Between two epochs they may change.
     sampler           class and settings, for example RandomSampler (shuffle=True) or SequentialSampler
     sampler length    samples per epoch
     batch sampler     class and settings, if the loader was given one
-    batches           len(loader) of a list, or of another loader without a data set
+    batches           len(loader) of a list, or of another loader without a dataset
     overfit           fit(overfit=...)
     sharded           True with several ranks and sw.sharded(loader)
 
@@ -97,5 +97,5 @@ def _number(owner: Any, name: str) -> int | bool | None:
 def _length(thing: Any) -> int | None:
     try:
         return None if thing is None else len(thing)
-    except Exception:  # a data set without a length may raise any error
+    except Exception:  # a dataset without a length may raise any error
         return None

@@ -1,4 +1,4 @@
-"""Seeding of samplers, data sets and workers, with the global random state restored afterwards."""
+"""Seeding of samplers, datasets and workers, with the global random state restored afterwards."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RngStream:
 
 
 def nested_parts(root: Any) -> list[Any]:
-    """List an object and, recursively, its data sets and samplers."""
+    """List an object and, recursively, its datasets and samplers."""
     found: list[Any] = [root]
     for part in found:
         attributes = vars(part) if hasattr(part, "__dict__") else {}
@@ -85,7 +85,7 @@ def nested_parts(root: Any) -> list[Any]:
 
 
 def seed_generators(root: Any, seed: int) -> None:
-    """Seed the random generators that are attributes of an object, its data sets and its samplers."""
+    """Seed the random generators that are attributes of an object, its datasets and its samplers."""
     for part in nested_parts(root):
         for value in vars(part).values() if hasattr(part, "__dict__") else ():
             _seed_generator(value, seed)
@@ -102,7 +102,7 @@ def _seed_generator(value: Any, seed: int) -> None:
 
 
 class SeededDataset(Dataset[Any]):
-    """Data set that seeds the random generators for each sample by (seed, epoch, index).
+    """Dataset that seeds the random generators for each sample by (seed, epoch, index).
 
     It changes the global random state. Outside of a worker process the caller restores it.
     """
@@ -126,7 +126,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class DeterministicDataset(SeededDataset):
-    """SeededDataset for a data set without random numbers: the generators are seeded once per batch, for a collate_fn,
+    """SeededDataset for a dataset without random numbers: the generators are seeded once per batch, for a collate_fn,
     as the last of its samples would do. Seeding takes many times as long as reading a sample from memory.
     """
 
@@ -139,7 +139,7 @@ class DeterministicDataset(SeededDataset):
 
 
 class StatefulSeededDataset(SeededDataset):
-    """SeededDataset for a data set with `state_dict` and `load_state_dict`."""
+    """SeededDataset for a dataset with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Any:
         return self.dataset.state_dict()
@@ -149,7 +149,7 @@ class StatefulSeededDataset(SeededDataset):
 
 
 def seed_samples(dataset: Any, seed: int) -> SeededDataset:
-    """Wrap a data set in a SeededDataset."""
+    """Wrap a dataset in a SeededDataset."""
     if is_deterministic(dataset):
         return DeterministicDataset(dataset, seed)
     kind = StatefulSeededDataset if hasattr(dataset, "state_dict") else SeededDataset
@@ -157,7 +157,7 @@ def seed_samples(dataset: Any, seed: int) -> SeededDataset:
 
 
 def is_deterministic(dataset: Any) -> bool:
-    """True for a data set that is known to draw no random numbers: samples in memory, and wrappers around them. Not for
+    """True for a dataset that is known to draw no random numbers: samples in memory, and wrappers around them. Not for
     subclasses, whose code may do anything.
     """
     kind = type(dataset)
@@ -169,7 +169,7 @@ def is_deterministic(dataset: Any) -> bool:
 
 
 class UnwrapInWorker:
-    """worker_init_fn that replaces the wrapper by the user's data set in `get_worker_info().dataset`.
+    """worker_init_fn that replaces the wrapper by the user's dataset in `get_worker_info().dataset`.
 
     worker_init_fn: the loader's own one, called afterwards.
     """

@@ -129,7 +129,7 @@ class OrderChecker:
         if ranks * squares != total * total:  # Cauchy-Schwarz: equal only if all values are equal
             raise DistributedError(
                 "every rank must iterate over the same samples in the same order, of which it takes its shard; found "
-                "orders that differ between ranks. Let samplers and data sets draw random numbers from generators that "
+                "orders that differ between ranks. Let samplers and datasets draw random numbers from generators that "
                 "are their attributes, or from the global generators of torch, Python or NumPy; or shard the data "
                 "yourself and pass sw.sharded(loader)."
             )
@@ -217,7 +217,7 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class StatefulShardedStream(ShardedStream):
-    """ShardedStream for a data set with `state_dict` and `load_state_dict`."""
+    """ShardedStream for a dataset with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"dataset": self.dataset.state_dict(), "before": self._to_skip}
@@ -228,7 +228,7 @@ class StatefulShardedStream(ShardedStream):
 
 
 def sharded_dataset(loader: Any, shard: RankShard, order: OrderChecker) -> Any:
-    """Return the data set of a DataLoader, reduced to this rank's shard.
+    """Return the dataset of a DataLoader, reduced to this rank's shard.
 
     With workers `order` is not used: what they read cannot be hashed in this process.
     """

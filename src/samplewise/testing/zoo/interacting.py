@@ -36,7 +36,7 @@ def batch_mean_subtracted(B):
 
 
 @interacting()
-def batch_normalised_by_hand(B):
+def batch_normalized_by_hand(B):
     return Net(lambda m, x: m.b(((h := m.a(x)) - h.mean(0)) / h.std(0)), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(
         B, 6
     )
@@ -76,7 +76,7 @@ def running_sum_over_the_batch(B):
 
 
 @interacting(loss=as_losses)
-def loss_of_neighbouring_pairs(B):
+def loss_of_neighboring_pairs(B):
     return Net(lambda m, x: ((h := m.f(x)) - h.roll(1, 0)).square().sum(1), f=mlp()), noise(B, 6)
 
 
@@ -106,7 +106,7 @@ def nodes_of_one_graph(B):
 
 
 @interacting()
-def experts_normalised_over_the_batch(B):
+def experts_normalized_over_the_batch(B):
     """Expert choice: each expert applies a softmax over all rows."""
 
     def forward(m, x):
@@ -135,10 +135,10 @@ def recurrent_net_run_along_the_batch(B):
 def checkpointed_batch_mean(B):
     from samplewise.testing.zoo.mechanics import recompute
 
-    def centred(h):
+    def centered(h):
         return h - h.mean(0)
 
-    return Net(lambda m, x: m.b(recompute(centred, m.a(x))), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
+    return Net(lambda m, x: m.b(recompute(centered, m.a(x))), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
 
 
 @interacting(loss=as_losses)

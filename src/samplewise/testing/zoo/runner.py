@@ -122,7 +122,7 @@ class CaseResult:
     """Outcome of one case, with the reason.
 
     right: all quantities agree. refused: samples interact, the engine raises SamplesInteractError, and agrees with
-    interacting="allow". wrong: any other behaviour of the engine. not run: PyTorch itself fails on the case.
+    interacting="allow". wrong: any other behavior of the engine. not run: PyTorch itself fails on the case.
     """
 
     case: Case

@@ -43,9 +43,9 @@ def attacked(attack, dtype, row=SAMPLES // 2):
 
 
 @pytest.mark.parametrize("dtype", SIZES, ids=str)
-@pytest.mark.parametrize("attack", ["cancelling", "equal_pairs", "nearly_cancelling"])
+@pytest.mark.parametrize("attack", ["canceling", "equal_pairs", "nearly_canceling"])
 @pytest.mark.parametrize("name", NAMES)
-def test_leaving_out_a_cancelling_sample(name, attack, dtype):
+def test_leaving_out_a_canceling_sample(name, attack, dtype):
     columns = attacked(attack, dtype)
     ratio, size = moved(model_of(name, dtype), linear_loss(name), columns, {SAMPLES // 2}, clip=0.5)
     assert ratio <= tolerance(dtype, SAMPLES)
@@ -60,7 +60,7 @@ def test_options(name, options):
     options = dict(options)
     if options.pop("augmented", False):
         options["transforms"] = [sw.weight(lambda losses: 2 + torch.sin(losses))]
-    columns = attacked("cancelling", torch.float32)
+    columns = attacked("canceling", torch.float32)
     ratio, _ = moved(model_of(name, torch.float32), linear_loss(name), columns, {SAMPLES // 2}, clip=0.5, **options)
     assert ratio <= tolerance(torch.float32, SAMPLES)
 
@@ -69,7 +69,7 @@ def test_options(name, options):
 @pytest.mark.parametrize("name", daily(MODELS, ["tied"]))
 def test_users(name, microbatch):
     """Two samples of one user cancel each other; also tokens of one of them."""
-    words, x, target = attacked("cancelling", torch.float32)
+    words, x, target = attacked("canceling", torch.float32)
     x[3] *= 1e12
     words[23], x[23], target[23] = words[3], x[3], -target[3]
     users = [k % 20 for k in range(SAMPLES)]
@@ -89,7 +89,7 @@ def test_users(name, microbatch):
 
 @pytest.mark.parametrize("name", daily(MODELS, ["linear"]))
 def test_mixed_precision(name):
-    columns = attacked("cancelling", torch.float32)
+    columns = attacked("canceling", torch.float32)
     options = {"clip": 0.5, "precision": "bf16-mixed"}
     ratio, _ = moved(model_of(name, torch.float32), linear_loss(name), columns, {SAMPLES // 2}, **options)
     assert ratio <= tolerance(torch.float32, SAMPLES)
@@ -175,8 +175,8 @@ def run_of(columns, **options):
     )
 
 
-def test_only_cancelling_samples_are_alone(monkeypatch):
-    words, x, target = attacked("cancelling", torch.float32)
+def test_only_canceling_samples_are_alone(monkeypatch):
+    words, x, target = attacked("canceling", torch.float32)
     assert passes(monkeypatch, run_of((words, x, target))) == [20, 1, 19]
 
 
@@ -190,7 +190,7 @@ def test_ordinary_samples_stay_together(monkeypatch):
 
 
 def test_a_sample_that_cancels_beside_one_that_is_not_finite(monkeypatch):
-    words, x, target = attacked("cancelling", torch.float32)
+    words, x, target = attacked("canceling", torch.float32)
     x[3, 0, 0] = torch.nan
     ratio, _ = moved(model_of("linear", torch.float32), linear_loss("linear"), (words, x, target), {20}, clip=0.5)
     assert ratio <= tolerance(torch.float32, SAMPLES)
@@ -199,10 +199,10 @@ def test_a_sample_that_cancels_beside_one_that_is_not_finite(monkeypatch):
 
 
 def test_a_sum_of_one_pass_is_the_loop(monkeypatch):
-    """In float64, the sum with cancelling samples is that of clipped rows of the Jacobian."""
+    """In float64, the sum with canceling samples is that of clipped rows of the Jacobian."""
     name = "linear"
     assert name not in OF_WORDS
-    columns_ = attacked("cancelling", torch.float64)
+    columns_ = attacked("canceling", torch.float64)
     found, _ = released(model_of(name, torch.float64)(), linear_loss(name), columns_, clip=0.5)
     model = model_of(name, torch.float64)()
     total = 0
@@ -245,7 +245,7 @@ def test_the_plan_of_these_tests_draws_all_samples():
 
 def test_users_with_sparse_gradients():
     """Rows of a sparse gradient of one user are summed before they are added to those of others."""
-    words, x, target = attacked("cancelling", torch.float64)
+    words, x, target = attacked("canceling", torch.float64)
     users = [k // 5 for k in range(SAMPLES)]
     left_out = {k for k, user in enumerate(users) if user == users[SAMPLES // 2]}
     make, losses = model_of("sparse embedding", torch.float64), linear_loss("sparse embedding")
