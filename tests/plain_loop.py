@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 
 def loss_fn(model, batch):

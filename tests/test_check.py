@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 
 def loss_fn(model, batch):

@@ -71,7 +71,7 @@ except ImportError as missing:
 
 
 def test_slow_imports_are_deferred():
-    slow = [*(f"torch.distributed.{name}" for name in ("fsdp", "tensor", "checkpoint")), "samplewise.testing.zoo"]
+    slow = [*(f"torch.distributed.{name}" for name in ("fsdp", "tensor", "checkpoint")), "samplewise.testing.cases"]
     script = f"import sys, samplewise; print([name for name in {slow} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert run.stdout.strip() == "[]", run.stderr

@@ -9,7 +9,7 @@ from unrestored import Unrestored
 
 import samplewise as sw
 from samplewise.engine.saved import HOOKS_ARE_VISIBLE
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 
 def loss_fn(model, batch):

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zoo import CASES
 
 import samplewise as sw
 from samplewise.engine import strategies
 from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, TransformError
-from samplewise.testing.zoo import CASES
 
 B, CLASSES = 6, 4
 

@@ -6,10 +6,10 @@ import pytest
 import sim_device as sim
 import torch
 from daily import daily, every
+from zoo import CASES
 
-from samplewise.testing.zoo import CASES
-from samplewise.testing.zoo.compare import CORE, Tolerance
-from samplewise.testing.zoo.runner import BF16, FP32, FP64, NOT_RUN, REFUSED, RIGHT, run_case
+from samplewise.testing.compare import CORE, Tolerance
+from samplewise.testing.runner import BF16, FP32, FP64, NOT_RUN, REFUSED, RIGHT, run_case
 
 DEVICE = "sim:0"
 # The simulated device has no sparse tensors.

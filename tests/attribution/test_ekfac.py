@@ -15,7 +15,7 @@ import samplewise as sw
 from samplewise.attribution import EKFAC
 from samplewise.attribution.sampled_labels import SampledLoss
 from samplewise.core.tensor_file import read_tensors, write_tensors
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 
 def factors_of(model, module, x, y, loss_fn):

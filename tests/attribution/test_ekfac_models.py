@@ -8,7 +8,7 @@ import transformers
 
 import samplewise as sw
 from samplewise.integrations.transformers_losses import ModelLoss
-from samplewise.testing.zoo import default_dtype, seeded
+from samplewise.testing.case import default_dtype, seeded
 
 VOCABULARY = 11
 QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

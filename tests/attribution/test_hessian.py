@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import samplewise as sw
 from samplewise.attribution import Hessian, hessian
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 RIDGE = 0.05
 

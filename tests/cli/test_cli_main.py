@@ -11,7 +11,7 @@ import samplewise
 from samplewise.cli.attribution_methods import COMPUTATIONS
 from samplewise.cli.attribution_options import METHODS
 from samplewise.cli.doctor import DTYPES
-from samplewise.testing.zoo import PRECISIONS
+from samplewise.testing.runner import PRECISIONS
 
 WITHOUT_TYPER = """
 import sys

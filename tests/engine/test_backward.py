@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0, 1.0])
 

@@ -7,7 +7,7 @@ from daily import daily
 from everyday_zoo import SITUATIONS, Sizes, build
 
 import samplewise as sw
-from samplewise.testing.zoo import default_dtype
+from samplewise.testing.case import default_dtype
 
 SMALL = Sizes(samples=4, tokens=8, width=6, heads=1, hidden=10, vocabulary=11, classes=3)
 EQUAL = Sizes(samples=8, tokens=8, width=8, heads=2, hidden=8, vocabulary=8, classes=8)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from daily import every
+from zoo import CASES
 
 from samplewise.engine import saved
-from samplewise.testing.zoo import CASES, PRECISIONS, run_case
-from samplewise.testing.zoo.runner import REFUSED, RIGHT
+from samplewise.testing.runner import PRECISIONS, REFUSED, RIGHT, run_case
 
 CHECKPOINTED = [name for name in CASES if "checkpoint" in name]
 OTHERS = [name for name in CASES if name not in CHECKPOINTED]

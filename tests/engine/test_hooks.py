@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from by_loop import assert_as_loop, count_passes
 from daily import every
 from torch import nn
+from zoo import CASES
 
 import samplewise as sw
-from samplewise.testing.zoo import CASES, noise
+from samplewise.testing.case import noise
 
 MIXING = {
     "minus the mean": lambda g: g - g.mean(0),

@@ -7,18 +7,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
 
 import samplewise as sw
-from samplewise.testing.zoo import (
-    CORE,
-    EXACT,
-    SINGLE,
-    Tolerance,
-    assert_agrees,
-    default_dtype,
-    probe_for,
-    rows_of,
-    seeded,
-    wanted,
-)
+from samplewise.testing.case import default_dtype, seeded
+from samplewise.testing.compare import CORE, EXACT, SINGLE, Tolerance, assert_agrees, probe_for
+from samplewise.testing.oracle import rows_of, wanted
 
 B, T, VOCABULARY = 4, 6, 23
 TEXT = dict(

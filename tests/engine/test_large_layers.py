@@ -8,7 +8,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine.grads import factored
 from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
-from samplewise.testing.zoo import noise as noise_in_float32
+from samplewise.testing.case import noise as noise_in_float32
 
 TOKENS = [47, 48, 63, 64, 65, 100, 129, 197, 256]
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from daily import daily
 from torch import nn
+from zoo import CASES
 
 from samplewise.engine.cut import find_cut
 from samplewise.engine.graph import Edge, Graph
@@ -12,7 +13,8 @@ from samplewise.engine.independence import Constants
 from samplewise.engine.layouts import SampleDim, inner_at, locate
 from samplewise.engine.ownership import owners
 from samplewise.engine.probe import MIXED, probe
-from samplewise.testing.zoo import CASES, Net, noise, wanted
+from samplewise.testing.case import Net, noise
+from samplewise.testing.oracle import wanted
 
 
 @pytest.mark.parametrize("B", daily([2, 7], [7]))

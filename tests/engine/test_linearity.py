@@ -9,7 +9,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import hook_checks, hooks, linearity, probe, verify
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 B = 6
 NOT_LINEAR = r"the backward of .* is not linear"

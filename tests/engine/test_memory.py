@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
 from samplewise.engine.saved import HOOKS_ARE_VISIBLE
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 SAMPLES = 64
 

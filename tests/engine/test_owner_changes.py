@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import samplewise as sw
-from samplewise.testing.zoo import default_dtype
+from samplewise.testing.case import default_dtype
 
 # B = T, so that positions and indices of tokens have as many rows as there are samples.
 pytestmark = pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")

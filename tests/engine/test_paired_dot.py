@@ -9,7 +9,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 
 class TwoHeads(nn.Module):

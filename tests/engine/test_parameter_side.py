@@ -6,7 +6,7 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.testing.zoo import default_dtype
+from samplewise.testing.case import default_dtype
 
 B, N = 4, 3
 

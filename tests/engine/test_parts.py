@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import samplewise as sw
 from samplewise.engine import backward
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 KERNEL = "aten::mkldnn_rnn_layer_backward"
 SAMPLES = 4

@@ -9,7 +9,7 @@ import samplewise as sw
 from samplewise.engine import backward, plan, structure
 from samplewise.engine.rules import RULES, Rule
 from samplewise.engine.structure import forget_structures
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 
 @pytest.fixture(autouse=True)

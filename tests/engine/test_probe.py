@@ -8,7 +8,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine import local_probe
 from samplewise.engine.probe import _switches
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 SMALL = {torch.float32: (1e-7, 1e-9, 1e-12, 1e-18), torch.float64: (1e-12, 1e-16, 1e-20, 1e-40)}
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import samplewise as sw
 from samplewise.engine import layouts, slow_paths
 from samplewise.engine.gradients import time_profile
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 
 class Swish(torch.autograd.Function):

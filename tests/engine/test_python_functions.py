@@ -14,7 +14,7 @@ from samplewise.engine.layouts import MOVERS, VIEWS
 from samplewise.engine.parameter_side import UNCHANGED
 from samplewise.engine.rules import RULES
 from samplewise.errors import SamplesInteractError
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 OTHERS = {"CheckpointFunction", "CompiledFunction", "AccumulateGrad", "Index", "Embedding", "Linear"}
 NAMES = sorted(

@@ -9,20 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.testing.zoo import (
-    SECOND_ORDER,
-    Net,
-    assert_agrees,
-    assert_same,
-    confident_loss,
-    default_dtype,
-    probe_for,
-    rows_of,
-    seeded,
-    squared_loss,
-    wanted,
-    weight,
-)
+from samplewise.testing.case import Net, confident_loss, default_dtype, seeded, squared_loss, weight
+from samplewise.testing.compare import SECOND_ORDER, assert_agrees, assert_same, probe_for
+from samplewise.testing.oracle import rows_of, wanted
 
 # Sizes are drawn, so position ids come to have as many rows as there are samples.
 pytestmark = pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")

@@ -4,20 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import CASES
 
 import samplewise as sw
-from samplewise.testing.zoo import (
-    CASES,
-    SINGLE,
-    Net,
-    assert_agrees,
-    assert_same,
-    noise,
-    probe_for,
-    rows_of,
-    squared_loss,
-    wanted,
-)
+from samplewise.testing.case import Net, noise, squared_loss
+from samplewise.testing.compare import SINGLE, assert_agrees, assert_same, probe_for
+from samplewise.testing.oracle import rows_of, wanted
 
 
 def small():

@@ -17,7 +17,8 @@ from samplewise.engine.local_probe import _NodePasses
 from samplewise.engine.ownership import owners
 from samplewise.engine.probe import MIXED, probe_passes
 from samplewise.engine.tags import Regular
-from samplewise.testing.zoo import default_dtype, wanted
+from samplewise.testing.case import default_dtype
+from samplewise.testing.oracle import wanted
 
 B, T, D = 3, 4, 5
 

@@ -10,8 +10,8 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine.rules import RULES, Rule
 from samplewise.engine.rules.use import summed
+from samplewise.testing.case import Net, noise, weight
 from samplewise.testing.rules import check_rule
-from samplewise.testing.zoo import Net, noise, weight
 
 SAMPLES = 4
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 QUESTIONS = {
     "sum": lambda g: g.sum(),

@@ -9,7 +9,7 @@ from torch import nn
 from samplewise.engine import layouts, structure, verify
 from samplewise.engine.graph import Graph
 from samplewise.engine.plan import Planner
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 WIDTH = 4
 # Samples and tokens; in some of them all sizes are equal by coincidence, first or last.

@@ -8,7 +8,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import layouts, slow_paths
-from samplewise.testing.zoo import noise
+from samplewise.testing.case import noise
 
 B = 5
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import samplewise as sw
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 CASES = {
     "linear": lambda: (nn.Linear(6, 4), noise(5, 6)),

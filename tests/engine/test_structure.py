@@ -8,7 +8,7 @@ from torch import nn
 
 from samplewise.engine import structure
 from samplewise.engine.graph import Graph
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 SAMPLES = 4  # also the number of tokens and features, so that shapes tell nothing
 

@@ -6,27 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zoo import CASES
 
 import samplewise as sw
 from samplewise.engine import probe
-from samplewise.testing.zoo import (
-    CASES,
-    CORE,
-    SINGLE,
-    Net,
-    Tolerance,
-    assert_agrees,
-    assert_same,
-    confident_loss,
-    default_dtype,
-    noise,
-    probe_for,
-    rows_of,
-    squared_loss,
-    tokens,
-    wanted,
-    weight,
-)
+from samplewise.testing.case import Net, confident_loss, default_dtype, noise, squared_loss, tokens, weight
+from samplewise.testing.compare import CORE, SINGLE, Tolerance, assert_agrees, assert_same, probe_for
+from samplewise.testing.oracle import rows_of, wanted
 
 
 @pytest.fixture(autouse=True)
@@ -499,7 +485,7 @@ def test_parameters_used_inside_the_loss():
 
 
 @pytest.mark.parametrize("power", [1, 2])
-def test_regulariser_added_to_every_samples_loss(power):
+def test_regularizer_added_to_every_samples_loss(power):
     model, x = two_layers(), noise(5, 6)
     compare(
         lambda: squared_loss(model.b(model.a(x))) + 0.01 * sum(p.norm(power) ** power for p in model.parameters()),
@@ -507,7 +493,7 @@ def test_regulariser_added_to_every_samples_loss(power):
     )
 
 
-def test_regulariser_alone():
+def test_regularizer_alone():
     """The losses are all the same function of the parameters."""
     model = two_layers()
     compare(lambda: sum(p.square().sum() for p in model.parameters()).expand(5), model)

@@ -8,9 +8,12 @@ import pytest
 import torch
 from daily import daily, every
 from torch import nn
+from zoo import CASES, INDEPENDENT, INTERACTING
 
 import samplewise as sw
-from samplewise.testing.zoo import CASES, INDEPENDENT, INTERACTING, noise, other_losses, probe_for, squared_loss, wanted
+from samplewise.testing.case import noise, squared_loss
+from samplewise.testing.compare import other_losses, probe_for
+from samplewise.testing.oracle import wanted
 
 QUESTIONS = {
     "norms": lambda g, p: g.norms(),

@@ -8,7 +8,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import backward
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 B = 8
 

@@ -11,7 +11,7 @@ from samplewise.engine import layouts, verify
 from samplewise.engine.graph import Graph
 from samplewise.engine.separation import distinct_powers
 from samplewise.engine.structure import forget_structures
-from samplewise.testing.zoo import Net, noise
+from samplewise.testing.case import Net, noise
 
 
 @pytest.fixture(autouse=True)

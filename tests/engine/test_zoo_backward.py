@@ -3,9 +3,9 @@
 import pytest
 import torch
 from daily import every
+from zoo import INDEPENDENT
 
 import samplewise as sw
-from samplewise.testing.zoo import INDEPENDENT
 
 C = 0.3
 

@@ -5,9 +5,11 @@ import contextlib
 import pytest
 import torch
 from daily import every
+from zoo import CASES, INDEPENDENT
 
 import samplewise as sw
-from samplewise.testing.zoo import CASES, CORE, EXACT, INDEPENDENT, SINGLE, assert_agrees, probe_for, rows_of, wanted
+from samplewise.testing.compare import CORE, EXACT, SINGLE, assert_agrees, probe_for
+from samplewise.testing.oracle import rows_of, wanted
 
 REPRESENTATIVE = (
     "linear_on_sequences",
@@ -21,7 +23,7 @@ REPRESENTATIVE = (
     "experts_chosen_per_token",
     "packed_documents_in_mixed_order",
     "tied_embedding_and_head",
-    "regulariser_added_to_every_sample",
+    "regularizer_added_to_every_sample",
     "position_ids_of_one_row",
     "checkpointed_block",
     "hardest_losses_only",

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from daily import daily
+from zoo import INTERACTING
 
 import samplewise as sw
-from samplewise.testing.zoo import INTERACTING, QUANTITIES, assert_agrees, other_losses, probe_for, rows_of, wanted
+from samplewise.testing.compare import QUANTITIES, assert_agrees, other_losses, probe_for
+from samplewise.testing.oracle import rows_of, wanted
 
 each = pytest.mark.parametrize("case", INTERACTING, ids=lambda case: case.name)
 

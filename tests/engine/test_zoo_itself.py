@@ -3,8 +3,10 @@
 import pytest
 import torch
 from daily import every
+from zoo import CASES, INDEPENDENT, INTERACTING
 
-from samplewise.testing.zoo import CASES, DEFAULT_B, INDEPENDENT, INTERACTING, rows_of, wanted
+from samplewise.testing.case import DEFAULT_B
+from samplewise.testing.oracle import rows_of, wanted
 
 each = pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 

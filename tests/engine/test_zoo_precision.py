@@ -6,26 +6,13 @@ import pytest
 import torch
 from daily import daily, every
 from plain_pytorch import not_run_reason
+from zoo import CASES, INDEPENDENT
 
 import samplewise as sw
-from samplewise.testing.zoo import (
-    BF16,
-    CASES,
-    CORE,
-    DEFAULT_B,
-    FP32,
-    HALF,
-    INDEPENDENT,
-    SINGLE,
-    Tolerance,
-    assert_agrees,
-    confident_loss,
-    prepare_comparison,
-    probe_for,
-    rows_of,
-    run_case,
-    wanted,
-)
+from samplewise.testing.case import DEFAULT_B, confident_loss
+from samplewise.testing.compare import CORE, HALF, SINGLE, Tolerance, assert_agrees, probe_for
+from samplewise.testing.oracle import rows_of, wanted
+from samplewise.testing.runner import BF16, FP32, prepare_comparison, run_case
 
 CONFIDENT = [case for case in INDEPENDENT if case.has_outputs and "complex" not in case.name]
 REPRESENTATIVE = (

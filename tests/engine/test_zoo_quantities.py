@@ -3,27 +3,23 @@
 import pytest
 import torch
 from daily import daily, every
+from zoo import CASES, INDEPENDENT
 
 import samplewise as sw
-from samplewise.testing.zoo import (
-    CASES,
+from samplewise.testing.case import DEFAULT_B
+from samplewise.testing.compare import (
     CORE,
-    DEFAULT_B,
-    FP64,
-    INDEPENDENT,
     QUANTITIES,
     as_dict,
     assert_agrees,
     assert_same,
     defined_quantities,
+    largest,
     other_losses,
-    prepare_comparison,
     probe_for,
-    rows_of,
-    wanted,
 )
-from samplewise.testing.zoo.compare import largest
-from samplewise.testing.zoo.oracle import real
+from samplewise.testing.oracle import real, rows_of, wanted
+from samplewise.testing.runner import FP64, prepare_comparison
 
 each = pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
 MODULE_FREE = [case for case in INDEPENDENT if not case.traits.needs_module]

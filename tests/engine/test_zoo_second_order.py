@@ -8,20 +8,11 @@ import torch.nn.functional as F
 from daily import every
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from zoo import CASES, INDEPENDENT
 
 import samplewise as sw
-from samplewise.testing.zoo import (
-    CASES,
-    INDEPENDENT,
-    QUANTITIES,
-    SECOND_ORDER,
-    as_dict,
-    assert_same,
-    defined_quantities,
-    probe_for,
-    rows_of,
-    wanted,
-)
+from samplewise.testing.compare import QUANTITIES, SECOND_ORDER, as_dict, assert_same, defined_quantities, probe_for
+from samplewise.testing.oracle import rows_of, wanted
 
 TWICE_DIFFERENTIABLE = [case for case in INDEPENDENT if case.traits.second_order]
 ASKED = ("norms", "dot", "gram", "weighted sum", "second moment", "full")

@@ -7,19 +7,9 @@ import torch.nn.functional as F
 import transformers
 
 import samplewise as sw
-from samplewise.testing.zoo import (
-    CORE,
-    EXACT,
-    HALF,
-    SINGLE,
-    Tolerance,
-    assert_agrees,
-    default_dtype,
-    probe_for,
-    seeded,
-    wanted,
-)
-from samplewise.testing.zoo.oracle import ExpectedRows, dense
+from samplewise.testing.case import default_dtype, seeded
+from samplewise.testing.compare import CORE, EXACT, HALF, SINGLE, Tolerance, assert_agrees, probe_for
+from samplewise.testing.oracle import ExpectedRows, dense, wanted
 
 B, T, VOCABULARY = 3, 5, 23
 IN_FLOAT64 = Tolerance(1e-10, 1e-14)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import transformers
 from daily import daily, in_turn
 from torch import nn
+from zoo import CASES
 
 import samplewise as sw
-from samplewise.testing.zoo import CASES
 
 CLIP = [sw.clip(1.0)]
 transforms = pytest.mark.parametrize("transforms", [(), CLIP], ids=["plain", "clip"])

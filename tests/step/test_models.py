@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from daily import in_turn
+from zoo import CASES, INDEPENDENT
 
 import samplewise as sw
-from samplewise.testing.zoo import CASES, INDEPENDENT, assert_same, default_dtype, rows_of, seeded, wanted
+from samplewise.testing.case import default_dtype, seeded
+from samplewise.testing.compare import assert_same
+from samplewise.testing.oracle import rows_of, wanted
 
 SAMPLES, MICROBATCH, UPDATES, LR = 4, 3, 3, 0.05
 ARRIVE_IN = [5, 5, 2]  # so that windows are made of pieces of 3 and 1, of 1 and 3, of 2 and 2

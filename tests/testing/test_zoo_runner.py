@@ -6,22 +6,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from zoo import CASES
 
 from samplewise.engine.rules import RULES, Rule, elementwise
-from samplewise.testing.zoo import (
-    BF16,
-    CASES,
-    FP32,
-    FP64,
-    PRECISIONS,
-    Case,
-    Disagreement,
-    noise,
-    prepare_comparison,
-    run_case,
-    squared_loss,
-)
-from samplewise.testing.zoo.runner import count_outcomes
+from samplewise.testing.case import Case, noise, squared_loss
+from samplewise.testing.compare import Disagreement
+from samplewise.testing.runner import BF16, FP32, FP64, PRECISIONS, count_outcomes, prepare_comparison, run_case
 
 CPU = torch.device("cpu")
 OFF = {("Addmm", 0): Rule(lambda use: elementwise.summed(use, 1.5 * use.gradient))}

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import typer
 
 from samplewise.core.text import render
-from samplewise.testing.zoo import CASES, PRECISIONS, Case, CaseResult, ZooPrecision, run_case
-from samplewise.testing.zoo.runner import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, count_outcomes
+from samplewise.testing.case import Case
+from samplewise.testing.cases import CASES
+from samplewise.testing.runner import (
+    NOT_RUN,
+    PRECISIONS,
+    REFUSED,
+    RIGHT,
+    WRONG,
+    ZooPrecision,
+    count_outcomes,
+    run_case,
+)
 
-PROGRESS_INTERVAL = 50  # cases between two progress lines, without a terminal
+PROGRESS_INTERVAL = 10  # cases between two progress lines, without a terminal
 LEGEND = """
 refused  samples depend on each other: the engine must detect it, and be right when allowed to continue
 not run  PyTorch itself fails on the model, on this machine and in this precision
@@ -43,7 +53,8 @@ def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
         for case in CASES.values():
             results.append(run_case(case, precision, device))
             judged(case)
-    typer.echo(_table(results) + "\n" + LEGEND)
+    rows = [(result.case.name, result.outcome) for result in results]
+    typer.echo(render(("model", "gradients"), rows) + "\n" + LEGEND)
     for result in results:
         if result.outcome in (WRONG, NOT_RUN):
             typer.echo(f"{result.outcome}: {result.case.name}: {result.reason}")
@@ -60,16 +71,6 @@ def _conclude(counts: dict[str, int]) -> bool:
     else:
         typer.echo(f"No problems found: {summary}.")
     return compared and not counts[WRONG]
-
-
-def _table(results: Sequence[CaseResult]) -> str:
-    families: dict[str, list[CaseResult]] = {}
-    for result in results:
-        families.setdefault(result.case.family, []).append(result)
-    rows = [
-        (name, *map(str, count_outcomes(members).values())) for name, members in (*families.items(), ("all", results))
-    ]
-    return render(("family", *OUTCOMES), rows)
 
 
 def _has_float64(device: torch.device) -> bool:
@@ -93,7 +94,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Case], None]]:
-    """Progress on stderr: a bar in a terminal, otherwise one line every 50 cases. Yields a callback for each case."""
+    """Progress on stderr: a bar in a terminal, otherwise one line every 10 cases. Yields a callback for each case."""
     if sys.stderr is not None and sys.stderr.isatty():
         try:
             from rich import progress

@@ -4,21 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.zoo.case import Net, as_losses, case, noise, tokens, weight
-
-
-def mlp(i=6, h=8, o=3):
-    return nn.Sequential(nn.Linear(i, h), nn.Tanh(), nn.Linear(h, o))
-
-
-@case
-def linear_on_vectors(B):
-    return mlp(), noise(B, 6)
-
-
-@case
-def linear_on_sequences(B):
-    return mlp(), noise(B, 7, 6)
+from samplewise.testing.case import Net, as_losses, noise, tokens, weight
+from samplewise.testing.cases import mlp
+from zoo.register import case
 
 
 @case
@@ -63,18 +51,8 @@ def tokens_flattened_to_rows(B):
 
 
 @case
-def batch_equals_tokens_equals_features(B):
-    return Net(lambda m, x: m.b(torch.tanh(m.a(x)).mT), a=nn.Linear(B, B), b=nn.Linear(B, B)), noise(B, B, B)
-
-
-@case
 def in_place_relu(B):
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), noise(B, 6)
-
-
-@case
-def prelu_shared_slope(B):
-    return nn.Sequential(nn.Linear(6, 8), nn.PReLU(), nn.Linear(8, 3)), noise(B, 6)
 
 
 @case
@@ -90,11 +68,6 @@ def bilinear(B):
 @case
 def bilinear_on_sequences(B):
     return Net(lambda m, x: m.f(x, x.flip(1)), f=nn.Bilinear(6, 6, 3, bias=False)), noise(B, 7, 6)
-
-
-@case
-def layer_norm(B):
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), noise(B, 7, 6)
 
 
 @case
@@ -128,11 +101,6 @@ def rms_norm(B):
 
 
 @case
-def group_norm(B):
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.Tanh(), nn.Conv2d(8, 3, 1)), noise(B, 3, 6, 5)
-
-
-@case
 def instance_norm(B):
     """Computed as batch norm in training mode on (1, B·C, …), but samples do not interact."""
     return nn.Sequential(nn.Conv1d(3, 4, 3), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 3, 1)), noise(B, 3, 9)
@@ -141,14 +109,6 @@ def instance_norm(B):
 @case
 def instance_norm_2d_without_affine(B):
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.Tanh()), noise(B, 3, 6, 5)
-
-
-@case
-def batch_norm_in_eval_mode(B):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1))
-    model[1].running_mean.normal_()
-    model[1].running_var.uniform_(0.5, 2)
-    return model.eval(), noise(B, 3, 6, 5)
 
 
 @case
@@ -185,11 +145,6 @@ def stochastic_depth(B):
 
 
 @case
-def embedding(B):
-    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 3)), tokens(B, 7)
-
-
-@case
 def embedding_of_one_token(B):
     return nn.Sequential(nn.Embedding(11, 6), nn.Tanh(), nn.Linear(6, 3)), tokens(B)
 
@@ -214,11 +169,6 @@ def embedding_scaled_by_frequency(B):
 @case
 def embedding_of_the_same_token_everywhere(B):
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 3)), torch.full((B, 7), 4)
-
-
-@case(second_order=False)
-def embedding_bag_sum(B):
-    return nn.Sequential(nn.EmbeddingBag(11, 6, mode="sum"), nn.Linear(6, 3)), tokens(B, 7)
 
 
 @case(second_order=False)
@@ -300,21 +250,6 @@ def adaptive_softmax_with_clusters(B):
 @case
 def gated_linear_unit(B):
     return nn.Sequential(nn.Linear(6, 8), nn.GLU(), nn.Linear(4, 3)), noise(B, 7, 6)
-
-
-@case
-def activations_of_every_kind(B):
-    kinds = [
-        nn.SiLU(),
-        nn.ELU(),
-        nn.Hardtanh(),
-        nn.Softplus(),
-        nn.Mish(),
-        nn.LeakyReLU(),
-        nn.Softmax(-1),
-        nn.LogSigmoid(),
-    ]
-    return nn.Sequential(*[part for kind in kinds for part in (nn.Linear(6, 6), kind)]), noise(B, 6)
 
 
 @case

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplesInteractError
-from samplewise.testing.zoo.case import Case
-from samplewise.testing.zoo.compare import (
+from samplewise.testing.case import Case
+from samplewise.testing.compare import (
     CORE,
     EXACT,
     HALF,
@@ -27,7 +27,7 @@ from samplewise.testing.zoo.compare import (
     other_losses,
     probe_for,
 )
-from samplewise.testing.zoo.oracle import ExpectedRows, rows_of, wanted
+from samplewise.testing.oracle import ExpectedRows, rows_of, wanted
 
 CPU = torch.device("cpu")
 

@@ -4,17 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.zoo.case import Net, as_losses, case, noise, squared_loss, tokens, weight
-from samplewise.testing.zoo.layers import mlp
-
-
-@case
-def rows_sorted_by_value_and_put_back(B):
-    def forward(m, x):
-        order = x[:, 0].argsort()
-        return m.b(torch.tanh(m.a(x[order])))[order.argsort()]
-
-    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
+from samplewise.testing.case import Net, as_losses, noise, squared_loss, tokens, weight
+from samplewise.testing.cases import mlp
+from zoo.register import case
 
 
 @case
@@ -48,13 +40,6 @@ def losses_of_two_halves_joined_the_other_way_round(B):
         return torch.cat([squared_loss(second), squared_loss(first)])
 
     return Net(forward, f=mlp()), noise(B, 6)
-
-
-@case(loss=as_losses, rows=False)
-def losses_picked_by_a_mask(B):
-    return Net(lambda m, x: squared_loss(m.f(x))[torch.arange(len(x), device=x.device) % 2 == 1], f=mlp()), noise(
-        2 * B, 6
-    )
 
 
 @case
@@ -119,23 +104,6 @@ def triplets_in_one_batch(B):
 
 
 @case(loss=as_losses, rows=False)
-def packed_documents_under_a_block_diagonal_mask(B):
-    """All documents are packed into one row of tokens; each loss is a segment sum."""
-    owner = torch.repeat_interleave(torch.arange(B), torch.arange(B) % 3 + 1)
-
-    def forward(m, ids):
-        h = m.words(ids)
-        q, k, v = m.qkv(h).chunk(3, -1)
-        segment = owner.to(ids.device)
-        mask = segment[:, None] == segment[None]
-        h = h + F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None])[0]
-        per_token = F.cross_entropy(m.head(h), ids, reduction="none")
-        return per_token.new_zeros(B).index_add(0, segment, per_token)
-
-    return Net(forward, words=nn.Embedding(11, 6), qkv=nn.Linear(6, 18), head=nn.Linear(6, 11)), tokens(len(owner))
-
-
-@case(loss=as_losses, rows=False)
 def packed_documents_in_mixed_order(B):
     """Tokens of all documents are shuffled, so rows belong to samples in arbitrary order."""
     owner = torch.arange(B).repeat(4)[torch.randperm(4 * B)]
@@ -192,23 +160,6 @@ def dense_adjacency_of_a_batch_of_graphs(B):
         return squared_loss((m.adjacency @ m.b(h)).view(B, -1))
 
     return Net(forward, adjacency=adjacency, a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(3 * B, 6)
-
-
-@case
-def experts_chosen_per_token(B):
-    """Top-1 routing with index_add."""
-
-    def forward(m, x):
-        flat = x.flatten(0, 1)
-        odds = m.gate(flat).softmax(-1)
-        best = odds.argmax(-1)
-        out = flat.new_zeros(len(flat), 3)
-        for k, expert in enumerate(m.experts):
-            chosen = (best == k).nonzero().squeeze(-1)
-            out = out.index_add(0, chosen, (expert(flat[chosen]) * odds[chosen, k, None]).to(out.dtype))
-        return out.view(len(x), -1)
-
-    return Net(forward, gate=nn.Linear(6, 3), experts=nn.ModuleList([mlp() for _ in range(3)])), noise(B, 7, 6)
 
 
 @case

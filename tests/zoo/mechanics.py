@@ -3,21 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call, stack_module_state, vmap
-from torch.utils.checkpoint import checkpoint
 
-from samplewise.testing.zoo.case import Net, as_losses, case, noise, squared_loss, tokens, weight
-from samplewise.testing.zoo.layers import mlp
-
-
-def recompute(block, *inputs):
-    return checkpoint(block, *inputs, use_reentrant=False)
-
-
-@case
-def checkpointed_block(B):
-    return Net(lambda m, x: m.head(recompute(m.block, x)), block=mlp(6, 8, 6), head=nn.Linear(6, 3)), noise(B, 7, 6)
+from samplewise.testing.case import Net, as_losses, noise, squared_loss, tokens, weight
+from samplewise.testing.cases import mlp, recompute
+from zoo.register import case
 
 
 @case
@@ -111,21 +101,6 @@ class Polar(torch.autograd.Function):
         return first * y + second, first * x + second * y.cos()
 
 
-class OwnLinear(torch.autograd.Function):
-    """Linear layer with a custom backward, which is not differentiable again."""
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        ctx.save_for_backward(x, w)
-        return x @ w.t() + b
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w, g.flatten(0, -2).t() @ x.flatten(0, -2), g.flatten(0, -2).sum(0)
-
-
 class Lookup(torch.autograd.Function):
     """Table lookup with integer ids; returns no gradient if its output receives none."""
 
@@ -166,13 +141,6 @@ def custom_function_with_two_outputs(B):
     return Net(forward, a=nn.Linear(6, 4), w=weight(4)), noise(B, 7, 6)
 
 
-@case(second_order=False)
-def custom_function_that_is_a_layer(B):
-    return Net(
-        lambda m, x: OwnLinear.apply(torch.tanh(OwnLinear.apply(x, m.w, m.b)), m.w, m.b), w=weight(6, 6), b=weight(6)
-    ), noise(B, 7, 6)
-
-
 @case
 def custom_function_with_ids_and_an_integer_output(B):
     return Net(lambda m, ids: m.f(Lookup.apply(m.table, ids)[0]), table=weight(11, 6), f=nn.Linear(6, 3)), tokens(B, 7)
@@ -190,18 +158,6 @@ def straight_through_sign(B):
 @case
 def detached_branch(B):
     return Net(lambda m, x: m.b(m.a(x).detach()) + m.a(x), a=nn.Linear(6, 3), b=nn.Linear(3, 3)), noise(B, 6)
-
-
-@case
-def written_in_place(B):
-    def forward(m, x):
-        h = m.a(x)
-        h[:, 2:4] = m.b(x[:, 2:4])
-        h.mul_(m.scale).add_(m.shift)
-        h[:, 0].zero_()
-        return h.sin_()
-
-    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(6, 8), scale=weight(8), shift=weight(8)), noise(B, 7, 6)
 
 
 @case

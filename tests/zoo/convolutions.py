@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.zoo.case import Net, case, noise, weight
+from samplewise.testing.case import Net, noise, weight
+from zoo.register import case
 
 
 @case
@@ -13,23 +14,8 @@ def conv1d(B):
 
 
 @case
-def conv2d(B):
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 3, 3, stride=2)), noise(B, 3, 7, 6)
-
-
-@case
 def conv3d(B):
     return nn.Sequential(nn.Conv3d(3, 4, 2), nn.Tanh(), nn.Conv3d(4, 3, 2, bias=False)), noise(B, 3, 4, 5, 3)
-
-
-@case
-def conv2d_with_groups(B):
-    return nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Conv2d(6, 9, 1, groups=3)), noise(B, 4, 6, 5)
-
-
-@case
-def depthwise_separable(B):
-    return nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 3, 1)), noise(B, 4, 6, 5)
 
 
 @case
@@ -63,24 +49,8 @@ def conv_transpose_1d_with_groups(B):
 
 
 @case
-def conv_transpose_2d(B):
-    return nn.Sequential(nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1, padding=1), nn.Tanh()), noise(
-        B, 3, 4, 5
-    )
-
-
-@case
 def conv_transpose_3d(B):
     return nn.ConvTranspose3d(3, 2, 2), noise(B, 3, 3, 2, 4)
-
-
-@case
-def conv2d_channels_last(B):
-    model = Net(
-        lambda m, x: m.f(x.to(memory_format=torch.channels_last)),
-        f=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 3)),
-    )
-    return model.to(memory_format=torch.channels_last), noise(B, 3, 7, 6)
 
 
 @case

@@ -4,19 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.zoo.case import Net, as_losses, case, noise, squared_loss, tokens
-from samplewise.testing.zoo.layers import mlp
-
-MORE_THAN_ONE = (2, 3, 5, 6, 7, 64, 1024)
+from samplewise.testing.case import Net, as_losses, noise, squared_loss, tokens
+from samplewise.testing.cases import MORE_THAN_ONE, mlp, recompute
+from zoo.register import case
 
 
 def interacting(**flags):
     return case(interacts=True, sizes=MORE_THAN_ONE, **flags)
-
-
-@interacting()
-def batch_norm_in_training_mode(B):
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)), noise(B, 6)
 
 
 @interacting()
@@ -31,36 +25,15 @@ def batch_norm_on_the_raw_inputs(B):
 
 
 @interacting()
-def batch_mean_subtracted(B):
-    return Net(lambda m, x: m.b((h := m.a(x)) - h.mean(0)), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
-
-
-@interacting()
 def batch_normalized_by_hand(B):
     return Net(lambda m, x: m.b(((h := m.a(x)) - h.mean(0)) / h.std(0)), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(
         B, 6
     )
 
 
-@interacting(loss=as_losses)
-def contrast_within_the_batch(B):
-    def forward(m, x, y):
-        scores = F.normalize(m.f(x), dim=1) @ F.normalize(m.f(y), dim=1).t() / 0.2
-        return F.cross_entropy(scores, torch.arange(len(x), device=x.device), reduction="none")
-
-    return Net(forward, f=mlp()), noise(B, 6), noise(B, 6)
-
-
 @interacting()
 def softmax_over_the_batch(B):
     return Net(lambda m, x: m.b(m.a(x).softmax(0)), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
-
-
-@interacting()
-def attention_across_the_batch(B):
-    return Net(
-        lambda m, x: m.f(x[None], x[None], x[None])[0][0], f=nn.MultiheadAttention(6, 2, batch_first=True)
-    ), noise(B, 6)
 
 
 @interacting()
@@ -133,8 +106,6 @@ def recurrent_net_run_along_the_batch(B):
 
 @interacting()
 def checkpointed_batch_mean(B):
-    from samplewise.testing.zoo.mechanics import recompute
-
     def centered(h):
         return h - h.mean(0)
 

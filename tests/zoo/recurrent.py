@@ -4,16 +4,9 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from samplewise.testing.zoo.case import Net, case, noise, weight
-
-
-def sequence_output(m, x):
-    return m.f(x)[0]
-
-
-@case
-def lstm_batch_first(B):
-    return Net(sequence_output, f=nn.LSTM(6, 4, batch_first=True)), noise(B, 7, 6)
+from samplewise.testing.case import Net, noise, weight
+from samplewise.testing.cases import sequence_output
+from zoo.register import case
 
 
 @case
@@ -66,11 +59,6 @@ def lstm_on_packed_sequences(B):
 
 
 @case
-def gru_batch_first(B):
-    return Net(sequence_output, f=nn.GRU(6, 4, batch_first=True)), noise(B, 7, 6)
-
-
-@case
 def gru_two_layers_both_directions_batch_second(B):
     return Net(lambda m, x: m.f(x.transpose(0, 1))[0].transpose(0, 1), f=nn.GRU(6, 3, 2, bidirectional=True)), noise(
         B, 4, 6
@@ -80,17 +68,6 @@ def gru_two_layers_both_directions_batch_second(B):
 @case
 def elman_rnn(B):
     return Net(sequence_output, f=nn.RNN(6, 4, batch_first=True, nonlinearity="relu")), noise(B, 5, 6)
-
-
-@case
-def lstm_cell_in_a_loop(B):
-    def forward(m, x):
-        h, c = m.start.expand(2, len(x), 4)
-        for step in x.unbind(1):
-            h, c = m.cell(step, (h, c))
-        return h
-
-    return Net(forward, cell=nn.LSTMCell(6, 4), start=weight(1, 4)), noise(B, 5, 6)
 
 
 @case

@@ -4,26 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.zoo.case import Net, as_losses, case, noise, squared_loss, tokens, weight
-from samplewise.testing.zoo.layers import mlp
-
-
-@case(loss=as_losses)
-def cross_entropy_of_a_classifier(B):
-    return Net(lambda m, x, y: F.cross_entropy(m.f(x), y, reduction="none"), f=mlp(6, 8, 11)), noise(B, 6), tokens(B)
-
-
-@case(loss=as_losses)
-def mean_over_valid_tokens(B):
-    """Cross-entropy with ignore_index; each sample has its own denominator."""
-    targets = tokens(B, 7)
-    targets[:, 5:] = -100
-
-    def forward(m, x, y):
-        each = F.cross_entropy(m.f(x).mT, y, reduction="none", label_smoothing=0.1)
-        return each.sum(1) / (y != -100).sum(1)
-
-    return Net(forward, f=mlp(6, 8, 11)), noise(B, 7, 6), targets
+from samplewise.testing.case import Net, as_losses, noise, squared_loss, tokens, weight
+from samplewise.testing.cases import mlp
+from zoo.register import case
 
 
 @case(loss=as_losses)
@@ -44,7 +27,7 @@ def learned_class_weights(B):
 
 
 @case(loss=as_losses)
-def centre_loss(B):
+def center_loss(B):
     return (
         Net(lambda m, x, y: (m.f(x) - m.centres[y]).square().sum(1), f=mlp(), centres=weight(11, 3)),
         noise(B, 6),
@@ -65,7 +48,7 @@ def learned_task_uncertainties(B):
 
 
 @case(loss=as_losses)
-def regulariser_added_to_every_sample(B):
+def regularizer_added_to_every_sample(B):
     def forward(m, x):
         return squared_loss(m.f(x)) + 0.1 * sum(p.square().sum() for p in m.f.parameters())
 
@@ -82,7 +65,7 @@ def orthogonality_penalty_on_a_weight_with_as_many_rows_as_samples(B):
 
 
 @case(loss=as_losses)
-def regulariser_scaled_by_the_sample(B):
+def regularizer_scaled_by_the_sample(B):
     return Net(lambda m, x: squared_loss(m.f(x)) + x[:, 0].square() * m.f[0].weight.norm(), f=mlp()), noise(B, 6)
 
 
@@ -120,12 +103,6 @@ def losses_joined_with_constants(B):
         return torch.cat([squared_loss(m.f(x[:keep])), x[keep:, 0].square()])
 
     return Net(forward, f=mlp()), noise(B, 6)
-
-
-@case(loss=as_losses)
-def one_sample_outweighs_all_others(B):
-    scale = 10.0 ** (torch.arange(B) % 9 - 4)
-    return Net(lambda m, x, s: s * squared_loss(m.f(x)), f=mlp()), noise(B, 6), scale
 
 
 @case(loss=as_losses, rows=False)
@@ -193,7 +170,7 @@ def variational_autoencoder(B):
 
 
 @case(loss=as_losses)
-def vector_quantisation_with_codebook_loss(B):
+def vector_quantization_with_codebook_loss(B):
     def forward(m, x):
         z = m.encode(x)
         code = m.book[torch.cdist(z, m.book).argmin(1)]

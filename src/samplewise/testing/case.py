@@ -1,4 +1,4 @@
-"""Test case of the zoo: a small model, its inputs and one loss per sample, built reproducibly."""
+"""Test case: a small model, its inputs and one loss per sample, built reproducibly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DEFAULT_B = 5  # the other sizes of the zoo are 6 (features), 7 (tokens), 3 (outputs), 8 (hidden), 11 (vocabulary)
+DEFAULT_B = 5  # the other sizes of the cases are 6 (features), 7 (tokens), 3 (outputs), 8 (hidden), 11 (vocabulary)
 
 Make = Callable[[int], tuple[Any, ...]]
 Loss = Callable[[Tensor], Tensor]
@@ -60,26 +60,22 @@ class Case:
         return (sizes is None or B in sizes) and B not in self.traits.shared
 
     @property
-    def family(self) -> str:
-        """Name of the file that defines the case."""
-        return self.make.__module__.rpartition(".")[2]
-
-    @property
     def has_outputs(self) -> bool:
         """True if the output is a plain tensor (B, ...), so that any other loss can be applied to it."""
         return self.loss is squared_loss
 
 
-CASES: dict[str, Case] = {}
+class Cases(dict[str, Case]):
+    """Cases by name."""
 
-
-def case(make: Make | None = None, loss: Loss | None = None, interacts: bool = False, **traits: Any) -> Any:
-    """Decorator that registers a case under the function's name; `traits` are fields of CaseTraits."""
-    if make is None:
-        return lambda function: case(function, loss, interacts, **traits)
-    assert make.__name__ not in CASES, f"case names must be unique; found two cases named {make.__name__}"
-    CASES[make.__name__] = Case(make.__name__, make, loss or squared_loss, interacts, CaseTraits(**traits))
-    return make
+    def add(self, make: Make | None = None, loss: Loss | None = None, interacts: bool = False, **traits: Any) -> Any:
+        """Decorator that adds a case under the function's name; `traits` are fields of CaseTraits."""
+        if make is None:
+            return lambda function: self.add(function, loss, interacts, **traits)
+        name = make.__name__
+        assert name not in self, f"case names must be unique; found two cases named {name}"
+        self[name] = Case(name, make, loss or squared_loss, interacts, CaseTraits(**traits))
+        return make
 
 
 def squared_loss(output: Tensor) -> Tensor:

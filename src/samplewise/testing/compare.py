@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.testing.zoo.case import seeded
-from samplewise.testing.zoo.oracle import ExpectedRows, real
+from samplewise.testing.case import seeded
+from samplewise.testing.oracle import ExpectedRows, real
 
 Value = Tensor | dict[str, Tensor]
 

@@ -5,29 +5,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from samplewise.testing.zoo.case import Net, case, noise, tokens, weight
-from samplewise.testing.zoo.layers import mlp
-
-
-@case
-def tied_embedding_and_head(B):
-    def forward(m, ids):
-        return m.head(torch.tanh(m.words(ids)))
-
-    model = Net(forward, words=nn.Embedding(11, 6), head=nn.Linear(6, 11, bias=False))
-    model.head.weight = model.words.weight
-    return model, tokens(B, 7)
+from samplewise.testing.case import Net, noise, tokens, weight
+from samplewise.testing.cases import mlp
+from zoo.register import case
 
 
 @case
 def tied_autoencoder(B):
     """One matrix, used untransposed and transposed."""
     return Net(lambda m, x: F.linear(F.linear(x, m.w, m.b).tanh(), m.w.t()), w=weight(4, 6), b=weight(4)), noise(B, 6)
-
-
-@case
-def module_used_twice(B):
-    return Net(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Linear(6, 6)), noise(B, 7, 6)
 
 
 @case
@@ -46,17 +32,6 @@ def siamese_towers(B):
 @case
 def unused_layer(B):
     return Net(lambda m, x: m.f(x), f=nn.Linear(6, 3), idle=nn.Linear(6, 3), lonely=weight(4)), noise(B, 6)
-
-
-@case
-def frozen_base_with_lora(B):
-    base = nn.Linear(6, 3).requires_grad_(False)
-    return Net(
-        lambda m, x: m.base(x) + m.up(m.down(x)),
-        base=base,
-        down=nn.Linear(6, 2, bias=False),
-        up=nn.Linear(2, 3, bias=False),
-    ), noise(B, 7, 6)
 
 
 @case
@@ -120,13 +95,6 @@ def cls_token_repeated_and_stacked(B):
         return m.f(torch.cat([twice, x, m.cls.repeat(len(x), 1, 1)], 1)).tanh()
 
     return Net(forward, cls=weight(1, 6), f=nn.Linear(6, 3)), noise(B, 7, 6)
-
-
-@case
-def position_table_sliced(B):
-    return Net(
-        lambda m, x: m.f(x + m.places[:, 1 : x.shape[1] + 1]), places=weight(1, 12, 6), f=nn.Linear(6, 3)
-    ), noise(B, 7, 6)
 
 
 @case
@@ -278,15 +246,6 @@ def weights_concatenated_before_use(B):
 
 
 @case
-def weight_norm(B):
-    return nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(6, 8)),
-        nn.Tanh(),
-        parametrizations.weight_norm(nn.Linear(8, 3), dim=None),
-    ), noise(B, 7, 6)
-
-
-@case
 def weight_norm_on_a_convolution(B):
     return parametrizations.weight_norm(nn.Conv1d(3, 4, 3)), noise(B, 3, 9)
 
@@ -317,7 +276,7 @@ def symmetric_by_a_custom_parametrization(B):
 
 
 @case
-def standardised_weight(B):
+def standardized_weight(B):
     def forward(m, x):
         w = m.f.weight
         return F.conv2d(x, (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5), m.f.bias)
@@ -338,7 +297,7 @@ def dropout_on_a_weight(B):
 
 
 @case
-def quantised_weight_straight_through(B):
+def quantized_weight_straight_through(B):
     def forward(m, x):
         step = m.step.exp()
         w = m.w / step

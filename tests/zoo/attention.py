@@ -4,14 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.zoo.case import Net, case, noise, tokens, weight
-
-
-@case
-def multihead_attention(B):
-    return Net(
-        lambda m, x: m.f(x, x, x, need_weights=False)[0], f=nn.MultiheadAttention(6, 2, batch_first=True)
-    ), noise(B, 7, 6)
+from samplewise.testing.case import Net, noise, weight
+from zoo.register import case
 
 
 @case
@@ -59,11 +53,6 @@ def attention_with_padding_mask(B):
 
 
 @case
-def transformer_encoder_layer(B):
-    return nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), noise(B, 7, 6)
-
-
-@case
 def transformer_encoder_of_pre_norm_layers_sequence_first(B):
     layer = nn.TransformerEncoderLayer(6, 3, 8, dropout=0.0, norm_first=True, activation="gelu")
     stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -76,20 +65,6 @@ def transformer_decoder_layer(B):
 
 
 @case
-def causal_language_model_with_tied_head(B):
-    def forward(m, ids):
-        h = m.words(ids) + m.places[: ids.shape[1]]
-        q, k, v = m.qkv(m.norm(h)).reshape(*h.shape[:2], 3, 2, 3).permute(2, 0, 3, 1, 4)
-        h = h + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return h @ m.words.weight.t()
-
-    parts = dict(
-        words=nn.Embedding(11, 6), places=weight(9, 6), norm=nn.LayerNorm(6), qkv=nn.Linear(6, 18), out=nn.Linear(6, 6)
-    )
-    return Net(forward, **parts), tokens(B, 7)
-
-
-@case
 def attention_by_einsum(B):
     def forward(m, x):
         q, k, v = (torch.einsum("btd,hde->bhte", x, w) for w in (m.q, m.k, m.v))
@@ -97,28 +72,6 @@ def attention_by_einsum(B):
         return torch.einsum("bhts,bhse,hed->btd", weights, v, m.o)
 
     return Net(forward, q=weight(2, 6, 4), k=weight(2, 6, 4), v=weight(2, 6, 4), o=weight(2, 4, 6)), noise(B, 7, 6)
-
-
-@case
-def grouped_query_rotary_attention(B):
-    def rotate(x):
-        angle = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)[:, None] / x.new_tensor([1.0, 10.0])
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
-
-    def forward(m, x):
-        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (m.q, m.k, m.v))
-        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-        scores = (rotate(q) @ rotate(k).mT).softmax(-1)
-        return m.o((scores @ v).transpose(1, 2).flatten(2))
-
-    parts = dict(
-        q=nn.Linear(6, 16, bias=False),
-        k=nn.Linear(6, 8, bias=False),
-        v=nn.Linear(6, 8, bias=False),
-        o=nn.Linear(16, 6, bias=False),
-    )
-    return Net(forward, **parts), noise(B, 5, 6)
 
 
 @case
@@ -208,12 +161,3 @@ def attention_over_axes_in_turn(B):
         rows=nn.MultiheadAttention(6, 2, batch_first=True),
         columns=nn.MultiheadAttention(6, 2, batch_first=True),
     ), noise(B, 3, 4, 6)
-
-
-@case
-def windows_shifted_as_in_swin(B):
-    def forward(m, x):
-        windows = x.roll(-2, 1).reshape(-1, 4, 6)
-        return m.f(windows, windows, windows)[0].reshape(x.shape).roll(2, 1)
-
-    return Net(forward, f=nn.MultiheadAttention(6, 2, batch_first=True)), noise(B, 8, 6)
