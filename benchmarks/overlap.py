@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.distributed import collectives
-from samplewise.distributed.overlap import Overlap
+from samplewise.parallel import collectives
+from samplewise.parallel.overlap import Overlap
 
 Update = Callable[[], object]
 Batch = tuple[Tensor, Tensor]

@@ -2,7 +2,7 @@
 
     python docs/scaling.py
 
-The messages are listed one by one; tests/distributed/test_scaling.py compares them with the traffic of two ranks. Times
+The messages are listed one by one; tests/parallel/test_scaling.py compares them with the traffic of two ranks. Times
 and memory are computed from them with the formulas below, not measured.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samplewise.distributed import collectives
+from samplewise.parallel import collectives
 
 Message = tuple[str, int]  # the collective, and the bytes that one rank passes to it
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ENGINE = Path(__file__).parents[1] / "src" / "samplewise" / "engine"
-ALLOWED = ("torch", "samplewise.errors", "samplewise.core", "samplewise.distributed", "samplewise.engine")
+ALLOWED = ("torch", "samplewise.errors", "samplewise.core", "samplewise.parallel", "samplewise.engine")
 
 
 def _imported(path: Path):

@@ -16,11 +16,11 @@ from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe import Recipe
 from samplewise.core.atomic_io import absolute
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
-from samplewise.distributed.launch import join_process_group
 from samplewise.ledger.ledger import Ledger
 from samplewise.loop.data.rng import seed_everything
 from samplewise.loop.trainer import Trainer
+from samplewise.parallel.group import current_group
+from samplewise.parallel.launch import join_process_group
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clip_transform
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from samplewise.distributed.group import current_group
 from samplewise.engine.gradients import Gradients
+from samplewise.parallel.group import current_group
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.transform import Grouping, SumTransform, Transform
 

@@ -16,7 +16,6 @@ from samplewise.core.atomic_io import absolute
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import random_state
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.aggregate import aggregate_visits
 from samplewise.ledger.files import (
@@ -31,6 +30,7 @@ from samplewise.ledger.files import (
 )
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
 from samplewise.ledger.rows import RowBlock
+from samplewise.parallel.group import current_group
 from samplewise.step.batch_columns import record_columns
 from samplewise.step.update import Outcome, Update
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from samplewise.core.snapshot import RandomState
-from samplewise.distributed import collectives
-from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
+from samplewise.parallel import collectives
+from samplewise.parallel.group import current_group
 from samplewise.step.step import Step
 
 # --- durations -------------------------------------------------------------------------------------------------------

@@ -19,9 +19,6 @@ from samplewise.core.batches import to_device
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.text import plural
-from samplewise.distributed.ddp import inner
-from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
-from samplewise.distributed.launch import join_process_group
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, ModelCheckpoint
 from samplewise.loop.checkpoint.base import FrozenBase, with_base
@@ -48,6 +45,9 @@ from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
 from samplewise.loop.stopping import Duration, duration, stop_controller
+from samplewise.parallel.ddp import inner
+from samplewise.parallel.group import current_group, errors_on_all_ranks, on_every_rank
+from samplewise.parallel.launch import join_process_group
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 from samplewise.step.update import Update

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.group import current_group
 from samplewise.engine.pending_checks import PendingChecks
 from samplewise.errors import ParameterError, SamplewiseError
+from samplewise.parallel.group import current_group
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.config import StepConfig
 from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients

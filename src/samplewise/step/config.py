@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from samplewise.distributed.strategy import Strategy
 from samplewise.errors import NonFiniteGradientError, PrivacyError
+from samplewise.parallel.strategy import Strategy
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES

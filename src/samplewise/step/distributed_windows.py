@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from samplewise.core.devices import DeviceGenerator
 from samplewise.core.snapshot import random_state
-from samplewise.distributed import collectives
-from samplewise.distributed.group import current_group
-from samplewise.distributed.strategy import SingleProcessStrategy, resolve_strategy, strategy_name
-from samplewise.distributed.strategy_base import ParallelStrategy
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
+from samplewise.parallel import collectives
+from samplewise.parallel.group import current_group
+from samplewise.parallel.strategy import SingleProcessStrategy, resolve_strategy, strategy_name
+from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.config import StepConfig
 from samplewise.step.microbatch import Auto
 from samplewise.step.nonfinite import NO_DENOMINATOR, problem_of_counts, problem_of_losses

@@ -17,10 +17,10 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.ddp import inner
-from samplewise.distributed.group import current_group, errors_on_all_ranks
-from samplewise.distributed.strategy import Strategy
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
+from samplewise.parallel.ddp import inner
+from samplewise.parallel.group import current_group, errors_on_all_ranks
+from samplewise.parallel.strategy import Strategy
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision

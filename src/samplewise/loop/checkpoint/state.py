@@ -24,8 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.snapshot import RandomState
-from samplewise.distributed.group import current_group
-from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError, SamplewiseError
 from samplewise.loop.checkpoint.base import check_base
 from samplewise.loop.checkpoint.encoding import Malformed
@@ -43,6 +41,8 @@ from samplewise.loop.checkpoint.schema import (
     maybe,
 )
 from samplewise.loop.data.rng import derive_seed, reseed
+from samplewise.parallel.group import current_group
+from samplewise.parallel.sharded_parameters import is_dtensor
 from samplewise.step.step import Step
 from samplewise.step.window import Counters
 

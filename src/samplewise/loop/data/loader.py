@@ -15,12 +15,12 @@ from time import perf_counter
 from typing import Any
 
 from samplewise.core.batches import Path, check_loader, cut, keep_whole, length
-from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.data.adapters import END, adapter_for, is_map_style, is_poisson, kind_name
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
 from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
+from samplewise.parallel.group import current_group
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from samplewise.core.batches import PLAIN, Path, keep_whole, leaves, length, take
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, DistributedError
 from samplewise.loop.data.rng import nested_parts
+from samplewise.parallel.group import current_group
 
 
 @dataclass(frozen=True)

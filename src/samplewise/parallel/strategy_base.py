@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.overlap import Overlap
+from samplewise.parallel.overlap import Overlap
 
 
 class SumFunction(Protocol):

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from samplewise.distributed import collectives
-from samplewise.distributed.release import handed_over
-from samplewise.distributed.requests import GATHER, REDUCE
-from samplewise.distributed.sharded_parameters import harmless_hooks
+from samplewise.parallel import collectives
+from samplewise.parallel.release import handed_over
+from samplewise.parallel.requests import GATHER, REDUCE
+from samplewise.parallel.sharded_parameters import harmless_hooks
 
 
 class ShardGroup:

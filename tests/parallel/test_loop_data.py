@@ -23,11 +23,11 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import samplewise as sw
-from samplewise.distributed.group import SingleProcess, current_group
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.data.adapters import kind_name
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.sharding import RankShard, ShardedBatches
+from samplewise.parallel.group import SingleProcess, current_group
 
 SAMPLES = 23
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samplewise as sw
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 
 def sharded(how=(0, 3)):

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.distributed import collectives
-from samplewise.distributed.group import current_group
-from samplewise.distributed.overlap import Overlap
+from samplewise.parallel import collectives
+from samplewise.parallel.group import current_group
+from samplewise.parallel.overlap import Overlap
 
 OTHER = "DistributedError: rank 1 of 2 failed: {} This rank stopped because of it. See the traceback of rank 1."
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 
 class Block(nn.Module):

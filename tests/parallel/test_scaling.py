@@ -9,7 +9,7 @@ import pytest
 from spread_models import TRANSFORMS, data, loss_fn, net, own_batches, wrapped
 
 import samplewise as sw
-from samplewise.distributed import collectives
+from samplewise.parallel import collectives
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "scaling.py"
 PAGE = SCRIPT.with_suffix(".md")

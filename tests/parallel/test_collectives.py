@@ -4,9 +4,9 @@ import pytest
 import torch
 from ranks import Ranks, give_up_after
 
-from samplewise.distributed import collectives
-from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError
+from samplewise.parallel import collectives
+from samplewise.parallel.group import current_group
 
 # ------------------------------------------------------------------------------------------------------------ alone
 

@@ -15,10 +15,10 @@ from torch.distributed import HashStore
 
 import samplewise as sw
 from samplewise.cli.main import app
-from samplewise.distributed import launch
-from samplewise.distributed.launch import agree_on_prefix, resolve_device
 from samplewise.errors import DistributedError
 from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.parallel import launch
+from samplewise.parallel.launch import agree_on_prefix, resolve_device
 
 SCRIPT = Path(__file__).with_name("script.py")
 RECIPE = """

@@ -1,6 +1,6 @@
 """Collectives on the default process group, with traffic counters and error propagation across ranks.
 
-Every collective of the library is one of these functions, called through `samplewise.distributed.group`. Each call is
+Every collective of the library is one of these functions, called through `samplewise.parallel.group`. Each call is
 counted, and a collective that fails or times out raises DistributedError. All ranks must call the same functions in the
 same order.
 
@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samplewise.distributed.release import handed_over
-from samplewise.distributed.requests import ASKING, FAILED, Requests
 from samplewise.errors import DistributedError
+from samplewise.parallel.release import handed_over
+from samplewise.parallel.requests import ASKING, FAILED, Requests
 
 BUCKET = 25 * 2**20  # bytes of a bucket
 ROOM = 8  # scalars per `all_reduce_scalars`; the first is the status. Fixed, so that any two calls match

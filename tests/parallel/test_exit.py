@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from daily import daily
 
-from samplewise.distributed import release
-from samplewise.distributed.group import current_group
+from samplewise.parallel import release
+from samplewise.parallel.group import current_group
 
 SCRIPT = Path(__file__).with_name("leaving.py")
 CODES = {"fails": 1, "is interrupted": -signal.SIGINT}

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.ddp import DDPStrategy
-from samplewise.distributed.fsdp import FSDPConfig, FSDPStrategy, fsdp, shard
-from samplewise.distributed.group import current_group
-from samplewise.distributed.sharded_parameters import is_sharded
-from samplewise.distributed.strategy_base import ParallelStrategy, SumFunction
 from samplewise.errors import DistributedError
+from samplewise.parallel.ddp import DDPStrategy
+from samplewise.parallel.fsdp import FSDPConfig, FSDPStrategy, fsdp, shard
+from samplewise.parallel.group import current_group
+from samplewise.parallel.sharded_parameters import is_sharded
+from samplewise.parallel.strategy_base import ParallelStrategy, SumFunction
 
 Strategy = str | FSDPConfig | None  # the `strategy` argument of Step
 

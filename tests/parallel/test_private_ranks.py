@@ -10,8 +10,8 @@ from spread_models import flat, loss_fn, net, wrapped
 from torch.utils.data import TensorDataset
 
 import samplewise as sw
-from samplewise.distributed.group import current_group
 from samplewise.errors import PrivacyError
+from samplewise.parallel.group import current_group
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.streams import stream
 

@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed import collectives
-from samplewise.distributed.ddp import make_equal, reached, refuse_collectives
-from samplewise.distributed.group import current_group
-from samplewise.distributed.requests import PASS
-from samplewise.distributed.shard_group import ShardGroup, summing, watch_hooks
-from samplewise.distributed.sharded_parameters import (
+from samplewise.errors import DistributedError, ParameterError
+from samplewise.parallel import collectives
+from samplewise.parallel.ddp import make_equal, reached, refuse_collectives
+from samplewise.parallel.group import current_group
+from samplewise.parallel.requests import PASS
+from samplewise.parallel.shard_group import ShardGroup, summing, watch_hooks
+from samplewise.parallel.sharded_parameters import (
     local_gradient,
     parameter_groups,
     sharded_modules,
     sharded_parameters,
 )
-from samplewise.distributed.strategy_base import ParallelStrategy, SumFunction
-from samplewise.errors import DistributedError, ParameterError
+from samplewise.parallel.strategy_base import ParallelStrategy, SumFunction
 
 Policy = Callable[[nn.Module], bool] | Iterable[type[nn.Module]] | None
 

@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.distributed import collectives
-from samplewise.distributed.group import current_group
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.parallel import collectives
+from samplewise.parallel.group import current_group
 from samplewise.step.compiled import inductor, programs
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 SAMPLES = 16  # the ranks have equally many
 

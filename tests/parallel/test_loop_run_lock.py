@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_loop_trainer import loader, trainer
 
-from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError
 from samplewise.loop.run_dir import run_lock
+from samplewise.parallel.group import current_group
 
 
 class Looks:

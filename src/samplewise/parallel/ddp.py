@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers, checksum
-from samplewise.distributed.group import current_group
-from samplewise.distributed.overlap import Overlap
-from samplewise.distributed.sharded_parameters import is_dtensor
-from samplewise.distributed.strategy_base import ParallelStrategy, SumFunction
 from samplewise.errors import DistributedError
+from samplewise.parallel.group import current_group
+from samplewise.parallel.overlap import Overlap
+from samplewise.parallel.sharded_parameters import is_dtensor
+from samplewise.parallel.strategy_base import ParallelStrategy, SumFunction
 
 
 class DDPStrategy(ParallelStrategy):

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from test_loop_trainer import going_on, loader, log, parameters, trainer
 
 import samplewise as sw
-from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError, CheckpointWarning, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint, SetLR
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.parallel.group import current_group
 
 
 def names(run):

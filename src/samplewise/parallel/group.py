@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samplewise.distributed import collectives
+from samplewise.parallel import collectives
 
 Result = TypeVar("Result")
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samplewise as sw
-from samplewise.distributed.group import current_group
 from samplewise.integrations.loggers import CSV
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
 from samplewise.loop.checkpoint.storage import read
 from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.loop.events import EVENTS
+from samplewise.parallel.group import current_group
 
 SAMPLES = 23
 

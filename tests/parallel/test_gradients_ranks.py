@@ -6,7 +6,7 @@ from spread_models import data, loss_fn, net, own_batches
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 
 def asked(wrap):

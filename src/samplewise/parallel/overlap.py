@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.distributed import collectives
+from samplewise.parallel import collectives
 
 Decision = Callable[[float, float, float], bool]
 

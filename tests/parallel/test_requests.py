@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from samplewise.distributed.requests import ASKING, FAILED, GATHER, PASS, REDUCE, Requests
+from samplewise.parallel.requests import ASKING, FAILED, GATHER, PASS, REDUCE, Requests
 
 RANKS = 3
 
@@ -196,7 +196,7 @@ def test_collectives_that_no_rank_needs_any_more_are_left_out():
 
 
 def test_the_record_of_a_segment_has_a_limit(monkeypatch):
-    monkeypatch.setattr("samplewise.distributed.requests.LONGEST", 3)
+    monkeypatch.setattr("samplewise.parallel.requests.LONGEST", 3)
 
     def program(rank):
         for _ in range(3):
