@@ -53,7 +53,7 @@ class Contest:
     def sharded(self, *transforms: object) -> Update:
         model = copy.deepcopy(self.work.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        step = sw.Step(model, optimizer, self.loss_fn, transforms=transforms, audit=False, strategy="fsdp")
+        step = sw.Step(model, optimizer, self.loss_fn, transforms=transforms, audit=False, parallel="fsdp")
         return lambda: step((self.work.inputs, self.work.targets))
 
     def entries(self) -> dict[str, Update]:

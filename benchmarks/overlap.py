@@ -79,7 +79,7 @@ class Contest:
     def step(self, *transforms: object) -> Update:
         model = copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        step = sw.Step(model, optimizer, loss_fn, transforms=transforms, audit=False, strategy="ddp")
+        step = sw.Step(model, optimizer, loss_fn, transforms=transforms, audit=False, parallel="ddp")
         return lambda: step(self.batch)
 
     def local_clip(self) -> Update:

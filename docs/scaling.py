@@ -283,9 +283,9 @@ def memory_table() -> str:
     rows = ["| | " + " | ".join(f"{size}" for size in SIZES) + " |", "|---" * (len(SIZES) + 1) + "|"]
     for case in CASES:
         name = case.name.partition(",")[0]
-        for strategy, sharded in (("ddp", False), ("fsdp", True)):
+        for parallel, sharded in (("ddp", False), ("fsdp", True)):
             cells = [_size(sum(memory(case.model, size, sharded).values())) for size in SIZES]
-            rows.append(f"| {name}, {strategy} | " + " | ".join(cells) + " |")
+            rows.append(f"| {name}, {parallel} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

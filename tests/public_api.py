@@ -24,6 +24,7 @@ MODULES = (
     "samplewise.diagnostics",
     "samplewise.integrations.loggers",
     "samplewise.loop.callbacks",
+    "samplewise.parallel",
     "samplewise.testing",
 )
 # Modules whose import takes seconds, because they import a framework.

@@ -1,5 +1,6 @@
 """Public names of samplewise, imported from the modules that define them; `samplewise.__all__` lists them."""
 
+from samplewise import parallel as parallel
 from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
@@ -47,8 +48,6 @@ from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import sharded as sharded
 from samplewise.loop.trainer import Trainer as Trainer
-from samplewise.parallel.fsdp import fsdp as fsdp
-from samplewise.parallel.launch import join_process_group as join_process_group
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy
 from samplewise.scan import scan as scan

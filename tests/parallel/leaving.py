@@ -29,9 +29,9 @@ def trained(how, rank):
     model = DistributedDataParallel(net()) if how == "wrapped" else net()
     if how == "sharded":
         fully_shard(model)
-    strategy = {"ddp": "ddp", "fsdp": sw.fsdp([nn.Linear])}.get(how)
+    parallel = {"ddp": "ddp", "fsdp": sw.parallel.fsdp([nn.Linear])}.get(how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.Step(model, optimizer, loss_fn, SAMPLES, transforms=[sw.clip(0.5)], strategy=strategy)
+    step = sw.Step(model, optimizer, loss_fn, SAMPLES, transforms=[sw.clip(0.5)], parallel=parallel)
     x = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = x[rank::2], x[rank::2, :3].argmax(1)
     step.run([batch, batch])

@@ -40,7 +40,7 @@ def main(directory, killed=None, hangs=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples=6)
     callbacks = [Dies(killed, hangs), ModelCheckpoint(every="2up")]
-    sw.join_process_group("cpu", timeout=TIMEOUT if hangs else None)
+    sw.parallel.join("cpu", timeout=TIMEOUT if hangs else None)
     trainer = sw.Trainer(step, directory, callbacks, progress=False, device="cpu")
     trainer.fit(loader, epochs=3, resume=True)
     return model

@@ -102,7 +102,7 @@ def wrapped(model, how):
         for module in (model[0], model[3], model):
             fully_shard(module)
         return model, None
-    return model, {"plain": "ddp", "fsdp": sw.fsdp([nn.Linear])}[how]
+    return model, {"plain": "ddp", "fsdp": sw.parallel.fsdp([nn.Linear])}[how]
 
 
 def in_places(batch, samples=None, tail="update", **_):
@@ -119,7 +119,7 @@ def own_batches(batch, parts=None):
 
 def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", audit=False, **options):
     """The parameters, and what the updates say, after a few epochs."""
-    model, strategy = wrapped(net(), how)
+    model, parallel = wrapped(net(), how)
     inside = getattr(model, "module", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     parts, places = data(), ()
@@ -128,7 +128,7 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", au
         parts = [part[:rows] for part in parts]
     made = TRANSFORMS[transforms](inside, *places)
     fn = {"loss_fn": loss_fn, "counted": counted}[losses]
-    step = sw.Step(model, optimizer, fn, transforms=made, strategy=strategy, audit=audit, **options)
+    step = sw.Step(model, optimizer, fn, transforms=made, parallel=parallel, audit=audit, **options)
     updates = [
         (update.samples, update.loss, update.grad_norm, update.skipped)
         for _ in range(epochs)

@@ -61,12 +61,12 @@ def updates_of(step, model, batch, parts=None):
 
 
 def compiled(transforms, how, batch, losses="loss_fn", bucket=collectives.BUCKET, **options):
-    model, strategy = wrapped(net(), how)
+    model, parallel = wrapped(net(), how)
     inside = getattr(model, "module", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     fn = {"loss_fn": loss_fn, "counted": counted}[losses]
     made = TRANSFORMS[transforms](inside)
-    step = sw.Step(model, optimizer, fn, transforms=made, strategy=strategy, audit=False, compile=True, **options)
+    step = sw.Step(model, optimizer, fn, transforms=made, parallel=parallel, audit=False, compile=True, **options)
     calls = []
     with interpreted(calls), mock.patch.object(collectives, "BUCKET", bucket):
         rows = in_places(batch, **options)[1] if transforms == "weight by place" else SAMPLES
@@ -116,8 +116,8 @@ def test_the_status_says_what_is_not_compiled(two, transforms, how, reason):
 
 
 def automatic():
-    model, strategy = wrapped(net(), "plain")
-    return sw.Step(model, sw.sgd(0.1), loss_fn, strategy=strategy, compile="auto").compiled
+    model, parallel = wrapped(net(), "plain")
+    return sw.Step(model, sw.sgd(0.1), loss_fn, parallel=parallel, compile="auto").compiled
 
 
 def test_auto_compiles_in_a_single_process_only(two):
@@ -139,8 +139,8 @@ class Shifted(nn.Module):
 
 
 def shifted():
-    model, strategy = wrapped(Shifted(), "plain")
-    step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b[0]).sum(1), 2, strategy=strategy, audit=False, compile=True)
+    model, parallel = wrapped(Shifted(), "plain")
+    step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b[0]).sum(1), 2, parallel=parallel, audit=False, compile=True)
     with interpreted():
         found = updates_of(step, model, 1)
     return found, step.compiled, model.fixed.tolist()
@@ -155,7 +155,7 @@ def test_gradients_that_share_memory_are_separated(two):
 
 def unequal():
     """Rank 1 cannot compile; sample 9 of rank 1 is NaN; the loss function changes."""
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
     factor = [1.0]
 
     def losses(model, batch):
@@ -164,7 +164,7 @@ def unequal():
     if current_group().rank == 1:
         model[0].register_forward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.Step(model, optimizer, losses, 4, 1, strategy=strategy, audit=False, compile=True, on_nonfinite="skip")
+    step = sw.Step(model, optimizer, losses, 4, 1, parallel=parallel, audit=False, compile=True, on_nonfinite="skip")
     with interpreted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = updates_of(step, model, 4)
@@ -197,9 +197,9 @@ class PassingHook:
 def trained(run, *updates):
     """Parameters and status after a run that is resumed in a new step after each of these numbers of updates."""
     for number in updates:
-        model, strategy = wrapped(net(), "plain")
+        model, parallel = wrapped(net(), "plain")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step = sw.Step(model, optimizer, loss_fn, 4, strategy=strategy, audit=False, compile=True)
+        step = sw.Step(model, optimizer, loss_fn, 4, parallel=parallel, audit=False, compile=True)
         trainer = sw.Trainer(step, run, [PassingHook(), ModelCheckpoint(every="1up")], progress=False, device="cpu")
         with interpreted(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

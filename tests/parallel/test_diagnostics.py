@@ -12,7 +12,7 @@ Y = torch.arange(23) % 3
 
 def noise(rank, size, transforms=()):
     torch.manual_seed(0)
-    options = {} if size == 1 else {"strategy": "ddp"}
+    options = {} if size == 1 else {"parallel": "ddp"}
     step = sw.Step(
         nn.Linear(4, 3).double(), sw.sgd(0.1), nn.CrossEntropyLoss(), samples=8, transforms=transforms, **options
     )

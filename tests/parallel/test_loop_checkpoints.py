@@ -182,7 +182,7 @@ def test_other_tools_read_the_model_of_two_ranks(saved):
 
 
 def sharded(run):
-    trainer(run, strategy="fsdp").fit(loader(), updates=2)
+    trainer(run, parallel="fsdp").fit(loader(), updates=2)
 
 
 def test_a_sharded_model_is_in_the_files_of_the_ranks(two, tmp_path):
@@ -259,8 +259,8 @@ def carrying(run, ends, transforms="plain", every="1ep", **options):
 
 
 CARRIED = daily(
-    [dict(strategy=how, transforms=some) for how in ("ddp", "fsdp") for some in ("plain", "clip")],
-    [dict(strategy="ddp", transforms="plain"), dict(strategy="fsdp", transforms="clip")],
+    [dict(parallel=how, transforms=some) for how in ("ddp", "fsdp") for some in ("plain", "clip")],
+    [dict(parallel="ddp", transforms="plain"), dict(parallel="fsdp", transforms="clip")],
 )
 
 
@@ -395,27 +395,27 @@ def test_a_stopped_run_stays_stopped(two, tmp_path):
     assert stopping(tmp_path / "run") == ("loss has not improved for 1 epoch", 2)
 
 
-def partly_frozen(run, strategy, end, seed=0):
+def partly_frozen(run, parallel, end, seed=0):
     """Trains a model whose first layer is frozen, and returns all of its parameters."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 8).requires_grad_(False), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    step = sw.Step(model, optimizer, torch.nn.CrossEntropyLoss(), 6, strategy=strategy)
+    step = sw.Step(model, optimizer, torch.nn.CrossEntropyLoss(), 6, parallel=parallel)
     made = sw.Trainer(step, run, progress=False, device="cpu", save="trained")
     made.fit(loader(), epochs=end, resume=True)
     return parameters(made)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_frozen_parameters_are_left_out(two, tmp_path, strategy):
-    whole = two.run(partly_frozen, tmp_path / "whole", strategy, 2)
-    two.run(partly_frozen, tmp_path / "run", strategy, 1)
-    parts = two.run(partly_frozen, tmp_path / "run", strategy, 2)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_frozen_parameters_are_left_out(two, tmp_path, parallel):
+    whole = two.run(partly_frozen, tmp_path / "whole", parallel, 2)
+    two.run(partly_frozen, tmp_path / "run", parallel, 1)
+    parts = two.run(partly_frozen, tmp_path / "run", parallel, 2)
     assert all(map(torch.equal, whole, parts))
     state = sw.load_checkpoint(tmp_path / "run")
     assert set(state["base"]) == {"0.weight", "0.bias"} and set(state["model"]) == {"2.weight", "2.bias"}
-    for error in two.errors(partly_frozen, tmp_path / "run", strategy, 3, 1):
+    for error in two.errors(partly_frozen, tmp_path / "run", parallel, 3, 1):
         assert error.startswith(
             "CheckpointError: a checkpoint without frozen parameters (save='trained') must be resumed"
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,10 @@ from pathlib import Path
 import forks
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import Ranks
 from script import main
+from spread_models import flat, loss_fn, net, own_batches
 from torch.distributed import HashStore
 
 import samplewise as sw
@@ -117,9 +121,36 @@ def test_device_and_backend_of_a_rank(monkeypatch, device, own, backend):
 
 
 def test_one_process_joins_no_group():
-    assert sw.join_process_group("cpu", timeout=5.0) == torch.device("cpu") and not torch.distributed.is_initialized()
+    assert sw.parallel.join("cpu", timeout=5.0) == torch.device("cpu") and not torch.distributed.is_initialized()
     with pytest.raises(ValueError, match="timeout must be a positive number of seconds, or None; found 0"):
-        sw.join_process_group("cpu", timeout=0)
+        sw.parallel.join("cpu", timeout=0)
+
+
+def trained(parallel=None, port=None):
+    """On ranks: as torchrun starts them, without a process group."""
+    if port is not None:
+        dist.destroy_process_group()
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    step = sw.Step(model, optimizer, loss_fn, samples=6, transforms=[sw.clip(0.5)], parallel=parallel)
+    step.run(own_batches(3))
+    return flat(model), dist.get_world_size() if dist.is_initialized() else 1
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_step_joins_the_ranks_of_torchrun(parallel):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    team = Ranks(2)
+    results = team.run(trained, parallel, port)
+    team.close()
+    expected, one = trained(parallel)
+    assert one == 1  # without torchrun, `parallel` initializes no process group
+    for parameters, ranks in results:
+        assert ranks == 2
+        torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -37,12 +37,12 @@ def loader(samples=SAMPLES, **options):
 
 
 def trainer(
-    run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, dropout=0.0, strategy="ddp", **options
+    run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, dropout=0.0, parallel="ddp", **options
 ):
     torch.manual_seed(7 + current_group().rank)  # the ranks' models are made equal by the step
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples, transforms=transforms, strategy=strategy)
+    step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples, transforms=transforms, parallel=parallel)
     return sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=seed, **options)
 
 
@@ -259,24 +259,24 @@ def test_a_wrapper_of_the_users_is_trained_saved_and_looked_at_without(two, tmp_
         torch.testing.assert_close(found[2], outputs, rtol=1e-10, atol=1e-12)
 
 
-def joined_later(strategy):
+def joined_later(parallel):
     """As under torchrun, where it is the trainer that joins the ranks."""
     with single_process():
         model = nn.Linear(5, 3).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), 6, strategy=strategy)
+        step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), 6, parallel=parallel)
     made = sw.Trainer(step, progress=False, device="cpu")
     made.fit(loader(), updates=2)
     return parameters(made)
 
 
 def test_a_step_that_was_made_before_its_ranks_were_joined(two):
-    for strategy in (None, "ddp"):
-        found, other = two.run(joined_later, strategy)
+    for parallel in (None, "ddp"):
+        found, other = two.run(joined_later, parallel)
         assert torch.equal(found, other)
     message = (
-        "DistributedError: the process group must exist before a step with strategy='fsdp' is created; found that it "
-        "was initialized later. Call torch.distributed.init_process_group() before Step(...)."
+        "DistributedError: the process group must exist before a step with parallel='fsdp' is created; found that it "
+        "was initialized later. Initialize it before Step(...)."
     )
     assert two.errors(joined_later, "fsdp") == [message] * 2
 
@@ -295,7 +295,7 @@ class Order:
         self.seen = []
 
 
-def going_on(run, until, resume=True, dropout=0.0, strategy="ddp", best=0):
+def going_on(run, until, resume=True, dropout=0.0, parallel="ddp", best=0):
     """Trains until so many updates are made; says what the parameters are and which samples went into each update."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
@@ -309,7 +309,7 @@ def going_on(run, until, resume=True, dropout=0.0, strategy="ddp", best=0):
         return nn.functional.cross_entropy(model(inputs), targets, reduction="none")
 
     step = sw.Step(
-        model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False, strategy=strategy
+        model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False, parallel=parallel
     )
     callbacks = [order, EarlyStopping("loss", patience=9), ModelCheckpoint(every="2up", best=best)]
     made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every=2)
@@ -387,7 +387,7 @@ def test_a_loader_that_is_empty_on_all_ranks(two, fit):
 
 
 def fully_sharded(run, until):
-    found, updates = going_on(run, until, strategy="fsdp", best=1)
+    found, updates = going_on(run, until, parallel="fsdp", best=1)
     return found, updates
 
 

@@ -131,9 +131,9 @@ def odd_losses(model, batch):
 
 def odd_gradients(small):
     """On two ranks, rank 1 has the odd samples. Parameter groups are frozen and used again between epochs."""
-    model, strategy = wrapped(Odd(), "plain")
+    model, parallel = wrapped(Odd(), "plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.Step(model, optimizer, odd_losses, 8, strategy=strategy, audit=False)
+    step = sw.Step(model, optimizer, odd_losses, 8, parallel=parallel, audit=False)
     kinds = []
     with small_buckets() if small else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `never` is reported
@@ -157,7 +157,7 @@ def test_gradients_that_fit_no_bucket_are_summed_afterwards(two):
 
 def broken(where):
     """Rank 1 fails in its third window, of samples 8 to 11."""
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
     here = current_group().rank == 1
 
     class Fails(torch.autograd.Function):
@@ -183,7 +183,7 @@ def broken(where):
                 raise ValueError("sample 11 is odd")
             yield batch
 
-    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses, 4, strategy=strategy, audit=False)
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses, 4, parallel=parallel, audit=False)
     with small_buckets() as started:
         try:
             for _ in step.over(batches()):
@@ -216,7 +216,7 @@ def test_an_error_in_the_last_pass_of_one_rank_ends_all(two, where):
 
 def skipping(transforms, microbatch, where):
     """The loss of sample 9, or only its gradient, is NaN."""
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
 
     def losses(model, batch):
         found = loss_fn(model, batch)
@@ -232,7 +232,7 @@ def skipping(transforms, microbatch, where):
         microbatch,
         transforms=[sw.clip(0.5)] if transforms else (),
         on_nonfinite="skip",
-        strategy=strategy,
+        parallel=parallel,
         audit=False,
     )
     with small_buckets():

@@ -45,9 +45,9 @@ def plan(**options):
 def make(kind="flat", how="plain", bad=(), microbatch=2, precision=None, **options):
     privacy = plan(**PLANS[kind], **options)
     loader = privacy.loader(dataset(bad))
-    model, strategy = wrapped(net(), how)
+    model, parallel = wrapped(net(), how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-    settings = {"strategy": strategy, "microbatch": microbatch, "precision": precision}
+    settings = {"parallel": parallel, "microbatch": microbatch, "precision": precision}
     step = sw.Step(model, optimizer, loss_fn, privacy=privacy, **settings)
     return getattr(model, "module", model), loader, step
 
@@ -139,14 +139,14 @@ def noise_of_one_update(how, mutated=False):
         return exact(self) / current_group().size
 
     with mock.patch.object(PrivacyMeter, "noise_std", wrong if mutated else exact):
-        model, strategy = wrapped(net(), how)
+        model, parallel = wrapped(net(), how)
         privacy = plan(sample_rate=1e-9, divide_by=1.0)
         loader = privacy.loader(dataset())
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = flat(getattr(model, "module", model))
         if how == "plain":
             before = flat(net())
-        step = sw.Step(model, optimizer, loss_fn, privacy=privacy, strategy=strategy)
+        step = sw.Step(model, optimizer, loss_fn, privacy=privacy, parallel=parallel)
         next(iter(step.over(loader)))
         return before - flat(getattr(model, "module", model)), privacy.state.secret.bytes
 
@@ -230,13 +230,13 @@ def sum_of(how, left_out=None):
     loader = privacy.loader(TensorDataset(x[rows]))
     torch.manual_seed(0)
     layers = [torch.nn.Linear(5, 64), torch.nn.Identity(), torch.nn.Identity(), torch.nn.Linear(64, 2)]
-    model, strategy = wrapped(torch.nn.Sequential(*layers), how)
+    model, parallel = wrapped(torch.nn.Sequential(*layers), how)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def losses(model, batch):
         return model(batch[0].flatten(0, 1)).unflatten(0, (-1, TOKENS)).sum((1, 2))  # FSDP2 warns about views
 
-    step = sw.Step(model, optimizer, losses, privacy=privacy, strategy=strategy, microbatch=None)
+    step = sw.Step(model, optimizer, losses, privacy=privacy, parallel=parallel, microbatch=None)
     step.privacy.noise_std = lambda: 0.0
     before = flat(getattr(model, "module", model)).clone()
     next(iter(step.over(loader)))
@@ -260,9 +260,9 @@ def of_one_rank(samples):
 def rows_of_one_rank():
     privacy = plan(sample_rate=1.0)
     loader = privacy.loader(dataset(), collate_fn=of_one_rank)
-    model, strategy = wrapped(net(), "ddp")
+    model, parallel = wrapped(net(), "ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    step = sw.Step(model, optimizer, loss_fn, privacy=privacy, strategy=strategy)
+    step = sw.Step(model, optimizer, loss_fn, privacy=privacy, parallel=parallel)
     next(iter(step.over(loader)))
 
 

@@ -48,7 +48,7 @@ def broken(model, batch):
 
 
 def skipping(transforms, samples):
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
     step = sw.Step(
         model,
         sgd(model),
@@ -56,7 +56,7 @@ def skipping(transforms, samples):
         samples,
         transforms=CHAINS[transforms],
         on_nonfinite="skip",
-        strategy=strategy,
+        parallel=parallel,
         audit=False,
     )
     updates = [(u.samples, u.loss, u.grad_norm, u.skipped) for u in step.over(own_batches(9))]
@@ -72,8 +72,8 @@ def test_one_ranks_nan_skips_the_update_on_all(two, transforms):
 
 
 def raising(transforms):
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), broken, 20, transforms=CHAINS[transforms], strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), broken, 20, transforms=CHAINS[transforms], parallel=parallel, audit=False)
     before = flat(model)
     try:
         step.run(own_batches(3))
@@ -92,13 +92,13 @@ def test_one_ranks_nan_is_an_error_on_all(two, transforms):
 
 def half(overflows):
     """Gradients of rank 1 overflow float16 once."""
-    model, strategy = wrapped(nn.Linear(4, 2), "plain")
+    model, parallel = wrapped(nn.Linear(4, 2), "plain")
 
     def losses(model, batch):
         factor = 1e8 if overflows.pop() and current_group().rank == 1 else 1.0
         return model(batch).float().square().sum(1) * factor
 
-    step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", strategy=strategy, audit=False)
+    step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", parallel=parallel, audit=False)
     step.precision.scale = 256.0
     torch.manual_seed(current_group().rank)
     done = [step(torch.randn(3, 4))[0].skipped for _ in range(3)]
@@ -117,8 +117,8 @@ def relative(losses):
 
 
 def warned_on_one_rank():
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 8, transforms=[sw.weight(relative)], strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 8, transforms=[sw.weight(relative)], parallel=parallel, audit=False)
     before = flat(model)
     try:
         with warnings.catch_warnings():
@@ -136,8 +136,8 @@ def test_a_warning_on_one_rank_that_is_an_error_stops_all(two):
 
 def small_on_one_rank():
     """One rank has no samples in the window."""
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, transforms=[sw.clip(1e-3)], strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, transforms=[sw.clip(1e-3)], parallel=parallel, audit=False)
     if current_group().rank:
         step.accumulate(data())
     before = flat(model)
@@ -159,7 +159,7 @@ def test_small_weights_are_reported_on_ranks_without_samples(two):
 
 
 def failing(where, transforms):
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
     here = current_group().rank == 1
 
     def losses(model, batch):
@@ -173,7 +173,7 @@ def failing(where, transforms):
                 raise ValueError("sample 11 is odd")
             yield batch
 
-    step = sw.Step(model, sgd(model), losses, 4, transforms=CHAINS[transforms], strategy=strategy, audit=False)
+    step = sw.Step(model, sgd(model), losses, 4, transforms=CHAINS[transforms], parallel=parallel, audit=False)
     try:
         for _ in step.over(batches()):
             pass
@@ -192,14 +192,14 @@ def test_an_error_on_one_rank_ends_all(two, where, transforms):
 
 
 def dying():
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
 
     def losses(model, batch):
         if current_group().rank == 1 and 11 in batch[2].tolist():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_fn(model, batch)
 
-    sw.Step(model, sgd(model), losses, 4, strategy=strategy, audit=False).run(own_batches(2))
+    sw.Step(model, sgd(model), losses, 4, parallel=parallel, audit=False).run(own_batches(2))
 
 
 def test_a_rank_that_is_killed_ends_the_others():
@@ -224,8 +224,8 @@ def unshared():
 
 def test_models_that_nobody_shares_are_refused(two):
     message = (
-        "DistributedError: ranks that train together must share a model; found 2 ranks and no strategy. "
-        "Use Step(..., strategy='ddp'), or pass a DistributedDataParallel."
+        "DistributedError: ranks that train together must share a model; found 2 ranks and parallel=None. "
+        "Use Step(..., parallel='ddp'), or pass a DistributedDataParallel."
     )
     assert two.errors(unshared) == [message] * 2
 
@@ -233,18 +233,18 @@ def test_models_that_nobody_shares_are_refused(two):
 def differing(what):
     model = net()
     if what == "settings":
-        sw.Step(model, sgd(model), loss_fn, samples=4 + current_group().rank, strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, samples=4 + current_group().rank, parallel="ddp")
     elif what == "strategies":
-        sw.Step(model, sgd(model), loss_fn, strategy=("ddp", sw.fsdp())[current_group().rank])
+        sw.Step(model, sgd(model), loss_fn, parallel=("ddp", sw.parallel.fsdp())[current_group().rank])
     elif what == "models":
         model = nn.Linear(3 + current_group().rank, 2)
-        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, parallel="ddp")
     elif what == "orders":
         parameters = list(model.parameters())
         optimizer = torch.optim.SGD(parameters[:: (1, -1)[current_group().rank]], lr=0.1)
-        sw.Step(model, optimizer, loss_fn, strategy="ddp")
+        sw.Step(model, optimizer, loss_fn, parallel="ddp")
     elif what == "rates":
-        sw.Step(model, sgd(model, lr=0.1 + current_group().rank), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model, lr=0.1 + current_group().rank), loss_fn, parallel="ddp")
     else:
         model = DistributedDataParallel(model)
         with torch.no_grad():
@@ -280,14 +280,14 @@ def made_on_one(what):
     """A step that rank 1 cannot make."""
     model, bad = net(), current_group().rank == 1
     if what == "settings":
-        sw.Step(model, sgd(model), loss_fn, -1 if bad else 4, strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, -1 if bad else 4, parallel="ddp")
     elif what == "model":
         model = nn.Sequential(model, nn.SyncBatchNorm(3)) if bad else model
-        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, parallel="ddp")
     else:
         optimizer = sgd(model)
         optimizer.param_groups = [] if bad else optimizer.param_groups
-        sw.Step(model, optimizer, loss_fn, strategy="ddp")
+        sw.Step(model, optimizer, loss_fn, parallel="ddp")
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def refused_wrapper(what):
     model = net()
     if what == "SyncBatchNorm":
         model = nn.Sequential(model, nn.SyncBatchNorm(3))
-        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, parallel="ddp")
     elif what == "inside":
         model = nn.Sequential(DistributedDataParallel(model), nn.Tanh())
-        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, parallel="ddp")
     elif what == "parts":
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
-        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, parallel="ddp")
     elif what == "hooks":
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
@@ -342,10 +342,10 @@ def test_wrappers_that_would_exchange_something_else_are_refused(two, what, mess
 
 
 def own_reference():
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
     mine = [part[current_group().rank :][:3] for part in data()]
     reference = sw.align(lambda: sw.gradients(loss_fn(model, mine), model).mean())
-    sw.Step(model, sgd(model), loss_fn, 6, transforms=[reference], strategy=strategy).run(own_batches(3))
+    sw.Step(model, sgd(model), loss_fn, 6, transforms=[reference], parallel=parallel).run(own_batches(3))
 
 
 def test_references_that_differ_are_refused(two):
@@ -354,13 +354,13 @@ def test_references_that_differ_are_refused(two):
 
 
 def test_a_strategy_that_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match=r"strategy must be None.*found 'dpp'"):
-        sw.Step(net(), sw.sgd(0.1), loss_fn, strategy="dpp")
+    with pytest.raises(ValueError, match=r"parallel must be None.*found 'dpp'"):
+        sw.Step(net(), sw.sgd(0.1), loss_fn, parallel="dpp")
 
 
 def test_one_process_may_name_its_strategy():
     model = net()
-    assert sw.Step(model, sgd(model), loss_fn, strategy="ddp").run(own_batches(5)).updates == 4
+    assert sw.Step(model, sgd(model), loss_fn, parallel="ddp").run(own_batches(5)).updates == 4
 
 
 # ------------------------------------------------------------------------------------------------- the wrapper
@@ -390,10 +390,10 @@ def test_a_wrapper_used_in_between_takes_no_part(two, options):
 def with_batch_norm(how):
     torch.manual_seed(current_group().rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    model, strategy = (DistributedDataParallel(model), None) if how == "ddp" else (model, "ddp")
+    model, parallel = (DistributedDataParallel(model), None) if how == "ddp" else (model, "ddp")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sw.TrainingWarning)
-        step = sw.Step(model, sgd(model), loss_fn, strategy=strategy)
+        step = sw.Step(model, sgd(model), loss_fn, parallel=parallel)
         step.run(own_batches(3))
     return [b.tolist() for b in model.buffers()], flat(model).tolist()
 
@@ -407,7 +407,7 @@ def test_buffers_are_those_of_rank_0(two, how):
 
 def batch_norm_warning():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    sw.Step(model, sgd(model), loss_fn, strategy="ddp", audit=False).run(own_batches(3))
+    sw.Step(model, sgd(model), loss_fn, parallel="ddp", audit=False).run(own_batches(3))
 
 
 def test_batch_norm_sees_a_window_in_pieces(two):
@@ -434,10 +434,10 @@ class Routed(nn.Module):
 def routed(batch):
     model = Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    strategy = "ddp" if current_group().distributed else None
+    parallel = "ddp" if current_group().distributed else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sw.TrainingWarning)  # of the third layer
-        sw.Step(model, optimizer, lambda m, b: m.losses(b), 4, strategy=strategy).run(own_batches(batch))
+        sw.Step(model, optimizer, lambda m, b: m.losses(b), 4, parallel=parallel).run(own_batches(batch))
     return flat(model)
 
 
@@ -450,10 +450,10 @@ def test_parameters_that_one_rank_reaches(two):
 def sparse(transforms):
     torch.manual_seed(2)
     model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 3)).double()
-    model, strategy = wrapped(model, "plain")
+    model, parallel = wrapped(model, "plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     words = torch.randint(0, 20, (17, 6), generator=torch.Generator().manual_seed(1))
-    step = sw.Step(model, optimizer, loss_fn, 6, transforms=CHAINS[transforms], strategy=strategy, audit=False)
+    step = sw.Step(model, optimizer, loss_fn, 6, transforms=CHAINS[transforms], parallel=parallel, audit=False)
     step.run(own_batches(3, [words, *data()[1:]]))
     return flat(model)
 
@@ -469,8 +469,8 @@ def test_sparse_gradients(two, transforms):
 
 def uneven(samples):
     """Rank 0 has one sample, and rank 1 the rest."""
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, audit=False)
     mine = slice(0, 1) if current_group().rank == 0 else slice(1, None)
     batches = list(zip(*(part[mine].split(2) for part in data()), strict=True))
     return [(u.samples, u.local_samples) for u in step.over(batches)], flat(model).tolist()
@@ -484,8 +484,8 @@ def test_windows_have_all_their_samples_wherever_those_are(two):
 
 
 def by_hand():
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, parallel=parallel, audit=False)
     first = [part[:5] for part in data()]
     if current_group().rank == 1 or not current_group().distributed:
         step.accumulate(first)
@@ -506,8 +506,8 @@ def test_by_hand_a_rank_may_have_nothing(two):
 
 
 def saved_while_open():
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 40, strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 40, parallel=parallel, audit=False)
     step(own_batches(3)[0])
     try:
         step.state_dict()
@@ -527,10 +527,10 @@ def test_an_open_window_is_in_no_state_of_all(two):
 
 def going_on(interrupted, exchanged=False):
     """A window of 12 samples, of which each rank has computed 5 when it is saved."""
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
 
     def made():
-        return sw.Step(model, sgd(model), loss_fn, 12, transforms=CHAINS["clip"], strategy=strategy, audit=False)
+        return sw.Step(model, sgd(model), loss_fn, 12, transforms=CHAINS["clip"], parallel=parallel, audit=False)
 
     step, batches = made(), own_batches(5)
     step(batches[0])
@@ -578,8 +578,8 @@ def test_a_step_that_was_made_for_one_process(two, updates, compile):
 
 
 def beside():
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 6, strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 6, parallel=parallel, audit=False)
     if current_group().rank == 0:
         step.require(norms=True)  # a matter of each rank
     norms = (
@@ -599,8 +599,8 @@ def test_what_ranks_may_do_on_their_own(two):
 
 def noisy():
     """Noise from torch's own generator: that of rank 0, and everybody's own random numbers go on."""
-    model, strategy = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], strategy=strategy, audit=False)
+    model, parallel = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], parallel=parallel, audit=False)
     torch.manual_seed(7 + current_group().rank)
     step.run(own_batches(3))
     return flat(model), torch.rand(1).item()
@@ -620,10 +620,10 @@ def test_noise_is_drawn_once(two):
 
 def curriculum(samples, total):
     """Two passes over `total` samples with other transforms in the second; the window between them is carried."""
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
     rows = data()
     batch = [values[:total] for values in rows]
-    step = sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, tail="carry", audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, tail="carry", audit=False)
     for transforms in (CHAINS["plain"], CHAINS["clip"]):
         step.transforms = transforms
         step.run(own_batches(4, batch))
@@ -640,11 +640,11 @@ def test_a_carried_window_keeps_its_transforms_on_every_rank(samples, total, two
 
 def resumed_curriculum(samples, total):
     """The same, but the second pass is made by another step, and its settings come after its state is loaded."""
-    model, strategy = wrapped(net(), "plain")
+    model, parallel = wrapped(net(), "plain")
     batch = [values[:total] for values in data()]
 
     def made():
-        return sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, tail="carry", audit=False)
+        return sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, tail="carry", audit=False)
 
     first, second = made(), made()
     first.transforms = CHAINS["clip"]

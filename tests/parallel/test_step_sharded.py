@@ -66,10 +66,10 @@ def next_token(model, tokens):
     return nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none").mean(1)
 
 
-def tied(strategy):
+def tied(parallel):
     model = Tied()
     tokens = torch.randint(0, 11, (13, 5), generator=torch.Generator().manual_seed(1))
-    step = sw.Step(model, adam(model), next_token, 6, transforms=[sw.clip(1.0)], strategy=strategy, audit=False)
+    step = sw.Step(model, adam(model), next_token, 6, transforms=[sw.clip(1.0)], parallel=parallel, audit=False)
     step.run(own_batches(4, [tokens])[k][0] for k in range(len(own_batches(4, [tokens]))))
     g = sw.gradients(next_token(model, tokens), model)
     return flat(model), g.names, g.norms()
@@ -341,7 +341,7 @@ def refused(what):
         optimizer = adam(model)
         loss_fn(model, data()).mean().backward()
         optimizer.step()
-        sw.Step(model, optimizer, loss_fn, strategy="fsdp")
+        sw.Step(model, optimizer, loss_fn, parallel="fsdp")
     elif what == "whole optimizer":
         fully_shard(model)
         model(data()[0])  # after which a root module is not resharded
@@ -351,12 +351,12 @@ def refused(what):
         optimizer = adam(model)
         fully_shard(model)
         sw.Step(model, optimizer, loss_fn)
-    elif what == "other strategy":
+    elif what == "other parallel":
         fully_shard(model)
-        sw.Step(model, adam(model), loss_fn, strategy="ddp")
+        sw.Step(model, adam(model), loss_fn, parallel="ddp")
     elif what == "replicated":
         model = nn.parallel.DistributedDataParallel(model)
-        sw.Step(model, adam(model), loss_fn, strategy="fsdp")
+        sw.Step(model, adam(model), loss_fn, parallel="fsdp")
     elif what == "sum":
         fully_shard(model)
         halved = sw.transforms.transform.SumTransform("halved", "-Σ/2", lambda sums: torch._foreach_mul_(sums, 0.5))
@@ -388,13 +388,13 @@ CUT = "DistributedError: every parameter must be sharded by fully_shard alone, o
             "ParameterError: the optimizer of a sharded model must hold sharded parameters of this model only; found",
         ),
         (
-            "other strategy",
-            "DistributedError: strategy must be None for a model that is already distributed; found strategy='ddp' and "
+            "other parallel",
+            "DistributedError: parallel must be None for a model that is already distributed; found parallel='ddp' and "
             "a model that fully_shard has sharded.",
         ),
         (
             "replicated",
-            "DistributedError: strategy must be None for a model that is already distributed; found strategy='fsdp' "
+            "DistributedError: parallel must be None for a model that is already distributed; found parallel='fsdp' "
             "and a DistributedDataParallel.",
         ),
         ("sum", "DistributedError: a transform of the sum must be additive, independent of the sum, if gradients are"),

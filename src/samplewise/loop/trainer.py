@@ -45,9 +45,9 @@ from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
 from samplewise.loop.stopping import Duration, duration, stop_controller
+from samplewise.parallel import launch
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.group import current_group, errors_on_all_ranks, on_every_rank
-from samplewise.parallel.launch import join_process_group
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 from samplewise.step.update import Update
@@ -70,7 +70,7 @@ class Trainer(CheckedAttributes):
     save: "all" (default); "trained" leaves frozen parameters out of checkpoints and saved models, for example the base
     of a LoRA model. Resuming then needs the same base model, which is compared by checksums.
 
-    If torchrun has started several processes, the trainer initializes the process group: see `sw.join_process_group`.
+    If torchrun has started several processes, the trainer initializes the process group: see `sw.parallel.join`.
     """
 
     _fixed: ClassVar = dict.fromkeys(
@@ -97,7 +97,7 @@ class Trainer(CheckedAttributes):
         self.seed = seed
         self.log_every = log_every
         self.run = None if run is None else absolute(run)
-        self.device = join_process_group(device)
+        self.device = launch.join(device)
         self.model.to(self.device)
         step.attach_process_group()
         if isinstance(step.loss_fn, (nn.Module, Criterion)):

@@ -171,15 +171,15 @@ def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
         name = tensors[int(differ.nonzero()[0])][0]
         raise DistributedError(
             f"all ranks must start with the same parameters and buffers; found that {name!r} differs. Load the same "
-            "checkpoint on every rank before the step is created; or use Step(model.module, ..., strategy='ddp'), "
+            "checkpoint on every rank before the step is created; or use Step(model.module, ..., parallel='ddp'), "
             "which broadcasts them from rank 0."
         )
 
 
 EXCHANGES = {
     "SyncBatchNorm": "Use GroupNorm",
-    "DistributedDataParallel": "Wrap the whole model, or use Step(..., strategy='ddp') without a wrapper",
-    "FullyShardedDataParallel": "Use fully_shard, or Step(..., strategy='fsdp')",
+    "DistributedDataParallel": "Wrap the whole model, or use Step(..., parallel='ddp') without a wrapper",
+    "FullyShardedDataParallel": "Use fully_shard, or Step(..., parallel='fsdp')",
 }
 
 
@@ -198,7 +198,7 @@ def _refuse_shards(modules: Sequence[nn.Module]) -> None:
         if is_dtensor(p):
             raise DistributedError(
                 f"every rank must have the whole model; found a shard of {name!r}. Pass the whole model to "
-                "Step(..., strategy='fsdp'), which shards it; other kinds of sharding are not supported."
+                "Step(..., parallel='fsdp'), which shards it; other kinds of sharding are not supported."
             )
 
 
@@ -214,7 +214,7 @@ def _refuse_options(wrapped: DistributedDataParallel) -> None:
         if is_so():
             raise DistributedError(
                 f"a DistributedDataParallel must only sum gradients; found one with {name}, which a step does not "
-                "support. Use Step(model.module, ..., strategy='ddp') and precision= of the step."
+                "support. Use Step(model.module, ..., parallel='ddp') and precision= of the step."
             )
 
 

@@ -39,13 +39,13 @@ Policy = Callable[[nn.Module], bool] | Iterable[type[nn.Module]] | None
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    """Value of `strategy` for FSDP."""
+    """Value of `Step(parallel=...)`, made by `sw.parallel.fsdp`."""
 
     policy: Policy  # which modules become separate FSDP groups
 
 
 def fsdp(policy: Policy = None) -> FSDPConfig:
-    """FSDP strategy, for `Step(strategy=...)`: every rank keeps a shard of each parameter.
+    """FSDP with a choice of modules, for `Step(parallel=...)`: every rank keeps a shard of each parameter.
 
     Parameters are gathered and released module by module in each pass, as torch's `fully_shard` does.
 
@@ -203,7 +203,7 @@ class FSDPStrategy(ParallelStrategy):
         if not transform.additive:
             raise DistributedError(
                 "a transform of the sum must be additive, independent of the sum, if gradients are sharded; found "
-                f"{transform}. Use strategy='ddp'."
+                f"{transform}. Use parallel='ddp'."
             )
         names = {id(each.shard): each.name for each in self._parameters}
         for p in owned:

@@ -28,11 +28,12 @@ POLL_INTERVAL = 0.02  # seconds between two reads of the store
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default
 
 
-def join_process_group(device: str | torch.device = "auto", timeout: float | None = None) -> torch.device:
+def join(device: str | torch.device = "auto", timeout: float | None = None) -> torch.device:
     """Initialize the process group if torchrun has started several processes, and return this rank's device.
 
     A process group that is initialized already is used as it is. With several accelerators, each process uses
-    the one of its local rank. `sw.Trainer` calls this function, with the default timeout, if you have not called it.
+    the one of its local rank. `sw.Trainer`, and `sw.Step` with `parallel`, call
+    this function with the default timeout, if you have not called it.
 
     device: as in `sw.Trainer`
     timeout: seconds after which the rendezvous and each collective fail; None (default) for 30 minutes

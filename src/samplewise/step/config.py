@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.errors import NonFiniteGradientError, PrivacyError
-from samplewise.parallel.strategy import Strategy
+from samplewise.parallel.strategy import Parallel
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES
@@ -38,7 +38,7 @@ class StepConfig:
     microbatch: int | Auto | None = None
     precision: str | None = None
     compile: bool | str = False
-    strategy: Strategy = None
+    parallel: Parallel = None
     record: frozenset[str] = frozenset()
     interacting: str = "refuse"
     privacy: PrivacyMeter | None = None

@@ -309,13 +309,13 @@ def make_window_ranks(
     """
     group = current_group()
     group.barrier()
-    settings = {**config.settings(), "strategy": strategy_name(model, config.strategy)}
+    settings = {**config.settings(), "parallel": strategy_name(model, config.parallel)}
     if not group.all_equal({name: repr(value) for name, value in settings.items()}):
         raise DistributedError(
             f"all ranks must create the same step; found other settings than on this rank, {settings}. Pass the same "
             "arguments to Step(...) on every rank."
         )
-    strategy = resolve_strategy(model, config.strategy, modules, optimizer)
+    strategy = resolve_strategy(model, config.parallel, modules, optimizer)
     if strategy.sharded and isinstance(config.microbatch, Auto):
         raise DistributedError(
             "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "

@@ -20,7 +20,7 @@ from samplewise.core.snapshot import Buffers
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.group import current_group, errors_on_all_ranks
-from samplewise.parallel.strategy import Strategy
+from samplewise.parallel.strategy import Parallel, join_ranks
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
@@ -85,9 +85,10 @@ class Step(CheckedAttributes):
     graph, from the second update on; "auto" does so only if updates have one sample, after 1,000 updates. If
     compilation is not possible or not faster, the step continues uncompiled, and `step.compiled` gives the reason. With
     several ranks, or windows of several microbatches, True compiles the gradients, without their sum and the optimizer.
-    strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
-    a DistributedDataParallel is recognized without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
-    sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks.
+    parallel: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
+    a DistributedDataParallel is recognized without `parallel`. "fsdp": each rank keeps a shard of every parameter, see
+    sw.parallel.fsdp; leave `parallel` out for a model that is already sharded. If torchrun has started the processes,
+    the step initializes the process group. `samples` counts the samples of all ranks.
 
     Observation.
     record: "norms" records `update.norms` if no transform needs them; see also `require`.
@@ -102,7 +103,7 @@ class Step(CheckedAttributes):
 
     _fixed: ClassVar = {
         **dict.fromkeys(("model", "scheduler", "precision", "counters", "config", "on_nonfinite"), ""),
-        **dict.fromkeys(("audit", "compile", "strategy", "interacting", "privacy"), ""),
+        **dict.fromkeys(("audit", "compile", "parallel", "interacting", "privacy"), ""),
         "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
         "record": "Call step.require(norms=True).",
         "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
@@ -125,12 +126,13 @@ class Step(CheckedAttributes):
         audit: int | bool | None = None,
         precision: str | None = None,
         compile: bool | str = False,
-        strategy: Strategy = None,
+        parallel: Parallel = None,
         record: str | Collection[str] = (),
         interacting: str = "refuse",
         privacy: Privacy | None = None,
     ):
         check_order(model, optimizer, loss_fn)
+        join_ranks(model, parallel)  # before other arguments are checked: errors then reach all ranks
         if privacy is not None and constants_of(loss_fn):
             raise PrivacyError(
                 "every entry of a private batch must have one row per sample of its draw, because an entry that is "
@@ -149,7 +151,7 @@ class Step(CheckedAttributes):
             microbatch=as_microbatch(microbatch),
             precision=precision,
             compile=compile,
-            strategy=strategy,
+            parallel=parallel,
             record=as_record(record),
             interacting=interacting,
             privacy=meter,
@@ -166,7 +168,7 @@ class Step(CheckedAttributes):
             raise PrivacyError(
                 "a private sum must have the precision of float32, and a sharded model is summed by a backward pass in "
                 f"the precision of the forward pass; found precision={precision!r}. Leave it out, or use "
-                "strategy='ddp'."
+                "parallel='ddp'."
             )
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
@@ -432,17 +434,17 @@ class Step(CheckedAttributes):
 
     @errors_on_all_ranks()
     def attach_process_group(self) -> None:
-        """Attach a process group that was initialized after this step was created, as with strategy="ddp". Call it
+        """Attach a process group that was initialized after this step was created, as with parallel="ddp". Call it
         before the first update. No effect with one process or if the step already has a group.
         """
         if self._windows.ranks.distributed or not current_group().distributed:
             return
-        if self.config.strategy not in (None, "ddp"):
+        if self.config.parallel not in (None, "ddp"):
             raise DistributedError(
-                f"the process group must exist before a step with strategy={self.config.strategy!r} is created; found "
-                "that it was initialized later. Call torch.distributed.init_process_group() before Step(...)."
+                f"the process group must exist before a step with parallel={self.config.parallel!r} is created; found "
+                "that it was initialized later. Initialize it before Step(...)."
             )
-        config = replace(self.config, strategy="ddp")
+        config = replace(self.config, parallel="ddp")
         ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer)
         ranks.check_optimizer(self._evaluator.trained, self.optimizer)
         if self.config.privacy is not None:

@@ -123,7 +123,7 @@ def _check_same_structure(shared: list[Any]) -> None:
         raise CheckpointError(
             "model, optimizer and loss must have state dicts of the same structure on all ranks, since each rank "
             "saves a part; found that they differ. Construct them identically on every rank. To shard the state of "
-            "an optimizer, use strategy='fsdp'."
+            "an optimizer, use parallel='fsdp'."
         )
 
 
