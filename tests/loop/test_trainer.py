@@ -242,7 +242,7 @@ class NanNow:
 
 def test_nan_is_shown_as_nan_and_skipped_updates_are_counted(tmp_path, capsys):
     model = nn.Linear(6, 3)
-    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), NanNow(), on_nonfinite="skip", audit=False)
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), NanNow(), on_nonfinite="skip", recheck=False)
     trainer = sw.Trainer(step, tmp_path, [LRMonitor(every=1)], log_every=1, device="cpu")
     trainer.fit(loader(), validate=[(X * float("nan"), Y)], epochs=1)
     lines = log(tmp_path)

@@ -117,7 +117,7 @@ def own_batches(batch, parts=None):
     return list(zip(*(part.split(batch) for part in own), strict=True))
 
 
-def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", audit=False, **options):
+def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", recheck=False, **options):
     """The parameters, and what the updates say, after a few epochs."""
     model, parallel = wrapped(net(), how)
     inside = getattr(model, "module", model)
@@ -128,7 +128,7 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", au
         parts = [part[:rows] for part in parts]
     made = TRANSFORMS[transforms](inside, *places)
     fn = {"loss_fn": loss_fn, "counted": counted}[losses]
-    step = sw.Step(model, optimizer, fn, transforms=made, parallel=parallel, audit=audit, **options)
+    step = sw.Step(model, optimizer, fn, transforms=made, parallel=parallel, recheck=recheck, **options)
     updates = [
         (update.samples, update.loss, update.grad_norm, update.skipped)
         for _ in range(epochs)

@@ -66,7 +66,7 @@ def compiled(transforms, how, batch, losses="loss_fn", bucket=collectives.BUCKET
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     fn = {"loss_fn": loss_fn, "counted": counted}[losses]
     made = TRANSFORMS[transforms](inside)
-    step = sw.Step(model, optimizer, fn, transforms=made, parallel=parallel, audit=False, compile=True, **options)
+    step = sw.Step(model, optimizer, fn, transforms=made, parallel=parallel, recheck=False, compile=True, **options)
     calls = []
     with interpreted(calls), mock.patch.object(collectives, "BUCKET", bucket):
         rows = in_places(batch, **options)[1] if transforms == "weight by place" else SAMPLES
@@ -140,7 +140,7 @@ class Shifted(nn.Module):
 
 def shifted():
     model, parallel = wrapped(Shifted(), "plain")
-    step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b[0]).sum(1), 2, parallel=parallel, audit=False, compile=True)
+    step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b[0]).sum(1), 2, parallel=parallel, recheck=False, compile=True)
     with interpreted():
         found = updates_of(step, model, 1)
     return found, step.compiled, model.fixed.tolist()
@@ -164,7 +164,7 @@ def unequal():
     if current_group().rank == 1:
         model[0].register_forward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.Step(model, optimizer, losses, 4, 1, parallel=parallel, audit=False, compile=True, on_nonfinite="skip")
+    step = sw.Step(model, optimizer, losses, 4, 1, parallel=parallel, recheck=False, compile=True, on_nonfinite="skip")
     with interpreted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = updates_of(step, model, 4)
@@ -199,7 +199,7 @@ def trained(run, *updates):
     for number in updates:
         model, parallel = wrapped(net(), "plain")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step = sw.Step(model, optimizer, loss_fn, 4, parallel=parallel, audit=False, compile=True)
+        step = sw.Step(model, optimizer, loss_fn, 4, parallel=parallel, recheck=False, compile=True)
         trainer = sw.Trainer(step, run, [PassingHook(), ModelCheckpoint(every="1up")], progress=False, device="cpu")
         with interpreted(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -309,7 +309,7 @@ def going_on(run, until, resume=True, dropout=0.0, parallel="ddp", best=0):
         return nn.functional.cross_entropy(model(inputs), targets, reduction="none")
 
     step = sw.Step(
-        model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False, parallel=parallel
+        model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], recheck=False, parallel=parallel
     )
     callbacks = [order, EarlyStopping("loss", patience=9), ModelCheckpoint(every="2up", best=best)]
     made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every=2)

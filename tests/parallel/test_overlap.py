@@ -133,7 +133,7 @@ def odd_gradients(small):
     """On two ranks, rank 1 has the odd samples. Parameter groups are frozen and used again between epochs."""
     model, parallel = wrapped(Odd(), "plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.Step(model, optimizer, odd_losses, 8, parallel=parallel, audit=False)
+    step = sw.Step(model, optimizer, odd_losses, 8, parallel=parallel, recheck=False)
     kinds = []
     with small_buckets() if small else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `never` is reported
@@ -183,7 +183,7 @@ def broken(where):
                 raise ValueError("sample 11 is odd")
             yield batch
 
-    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses, 4, parallel=parallel, audit=False)
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses, 4, parallel=parallel, recheck=False)
     with small_buckets() as started:
         try:
             for _ in step.over(batches()):
@@ -233,7 +233,7 @@ def skipping(transforms, microbatch, where):
         transforms=[sw.clip(0.5)] if transforms else (),
         on_nonfinite="skip",
         parallel=parallel,
-        audit=False,
+        recheck=False,
     )
     with small_buckets():
         updates = [

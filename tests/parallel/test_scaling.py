@@ -24,7 +24,7 @@ def exchanged(transforms, how, before=1):
     """By an update after others: the first looks for mistakes, too, and those of sharded models agree on passes."""
     model, parallel = wrapped(net(), how)
     made = TRANSFORMS[transforms](getattr(model, "module", model))
-    step = sw.Step(model, sw.sgd(0.1), loss_fn, 6, transforms=made, parallel=parallel, audit=False)
+    step = sw.Step(model, sw.sgd(0.1), loss_fn, 6, transforms=made, parallel=parallel, recheck=False)
     for _ in range(before):
         step([part[:3] for part in own_batches(17)[0]])
     with collectives.counted() as traffic:

@@ -59,9 +59,9 @@ def test_sharded_models(two, transforms, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "plain", "fsdp", "sharded"])
-def test_audits_exchange_nothing(three, how):
-    """Some ranks have nothing to audit in a window of two."""
-    compare(three, transforms="clip", how=how, samples=2, batch=4, audit=1)
+def test_rechecks_exchange_nothing(three, how):
+    """Some ranks have nothing to recheck in a window of two."""
+    compare(three, transforms="clip", how=how, samples=2, batch=4, recheck=1)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def skipping(transforms, samples):
         transforms=CHAINS[transforms],
         on_nonfinite="skip",
         parallel=parallel,
-        audit=False,
+        recheck=False,
     )
     updates = [(u.samples, u.loss, u.grad_norm, u.skipped) for u in step.over(own_batches(9))]
     return flat(model), updates, copy.copy(step.counters), True
@@ -73,7 +73,7 @@ def test_one_ranks_nan_skips_the_update_on_all(two, transforms):
 
 def raising(transforms):
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), broken, 20, transforms=CHAINS[transforms], parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), broken, 20, transforms=CHAINS[transforms], parallel=parallel, recheck=False)
     before = flat(model)
     try:
         step.run(own_batches(3))
@@ -98,7 +98,7 @@ def half(overflows):
         factor = 1e8 if overflows.pop() and current_group().rank == 1 else 1.0
         return model(batch).float().square().sum(1) * factor
 
-    step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", parallel=parallel, recheck=False)
     step.precision.scale = 256.0
     torch.manual_seed(current_group().rank)
     done = [step(torch.randn(3, 4))[0].skipped for _ in range(3)]
@@ -118,7 +118,7 @@ def relative(losses):
 
 def warned_on_one_rank():
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 8, transforms=[sw.weight(relative)], parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, 8, transforms=[sw.weight(relative)], parallel=parallel, recheck=False)
     before = flat(model)
     try:
         with warnings.catch_warnings():
@@ -137,7 +137,7 @@ def test_a_warning_on_one_rank_that_is_an_error_stops_all(two):
 def small_on_one_rank():
     """One rank has no samples in the window."""
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, transforms=[sw.clip(1e-3)], parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, transforms=[sw.clip(1e-3)], parallel=parallel, recheck=False)
     if current_group().rank:
         step.accumulate(data())
     before = flat(model)
@@ -173,7 +173,7 @@ def failing(where, transforms):
                 raise ValueError("sample 11 is odd")
             yield batch
 
-    step = sw.Step(model, sgd(model), losses, 4, transforms=CHAINS[transforms], parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), losses, 4, transforms=CHAINS[transforms], parallel=parallel, recheck=False)
     try:
         for _ in step.over(batches()):
             pass
@@ -199,7 +199,7 @@ def dying():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_fn(model, batch)
 
-    sw.Step(model, sgd(model), losses, 4, parallel=parallel, audit=False).run(own_batches(2))
+    sw.Step(model, sgd(model), losses, 4, parallel=parallel, recheck=False).run(own_batches(2))
 
 
 def test_a_rank_that_is_killed_ends_the_others():
@@ -369,7 +369,7 @@ def test_one_process_may_name_its_strategy():
 def disturbed(options):
     """Forward passes of the wrapper, for whatever reason, make its reducer wait for a backward pass."""
     model = DistributedDataParallel(net(), **options)
-    step = sw.Step(model, sgd(model), loss_fn, 6, microbatch=1, transforms=[sw.weight(4)], audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, 6, microbatch=1, transforms=[sw.weight(4)], recheck=False)
     for _ in step.over(own_batches(3)):
         model(data()[0])
     return flat(model)
@@ -377,7 +377,7 @@ def disturbed(options):
 
 def undisturbed():
     model = net()
-    sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.weight(4)], audit=False).run(own_batches(17))
+    sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.weight(4)], recheck=False).run(own_batches(17))
     return flat(model)
 
 
@@ -407,7 +407,7 @@ def test_buffers_are_those_of_rank_0(two, how):
 
 def batch_norm_warning():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    sw.Step(model, sgd(model), loss_fn, parallel="ddp", audit=False).run(own_batches(3))
+    sw.Step(model, sgd(model), loss_fn, parallel="ddp", recheck=False).run(own_batches(3))
 
 
 def test_batch_norm_sees_a_window_in_pieces(two):
@@ -453,7 +453,7 @@ def sparse(transforms):
     model, parallel = wrapped(model, "plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     words = torch.randint(0, 20, (17, 6), generator=torch.Generator().manual_seed(1))
-    step = sw.Step(model, optimizer, loss_fn, 6, transforms=CHAINS[transforms], parallel=parallel, audit=False)
+    step = sw.Step(model, optimizer, loss_fn, 6, transforms=CHAINS[transforms], parallel=parallel, recheck=False)
     step.run(own_batches(3, [words, *data()[1:]]))
     return flat(model)
 
@@ -470,7 +470,7 @@ def test_sparse_gradients(two, transforms):
 def uneven(samples):
     """Rank 0 has one sample, and rank 1 the rest."""
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, recheck=False)
     mine = slice(0, 1) if current_group().rank == 0 else slice(1, None)
     batches = list(zip(*(part[mine].split(2) for part in data()), strict=True))
     return [(u.samples, u.local_samples) for u in step.over(batches)], flat(model).tolist()
@@ -485,7 +485,7 @@ def test_windows_have_all_their_samples_wherever_those_are(two):
 
 def by_hand():
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, parallel=parallel, recheck=False)
     first = [part[:5] for part in data()]
     if current_group().rank == 1 or not current_group().distributed:
         step.accumulate(first)
@@ -507,7 +507,7 @@ def test_by_hand_a_rank_may_have_nothing(two):
 
 def saved_while_open():
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 40, parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, 40, parallel=parallel, recheck=False)
     step(own_batches(3)[0])
     try:
         step.state_dict()
@@ -530,7 +530,7 @@ def going_on(interrupted, exchanged=False):
     model, parallel = wrapped(net(), "plain")
 
     def made():
-        return sw.Step(model, sgd(model), loss_fn, 12, transforms=CHAINS["clip"], parallel=parallel, audit=False)
+        return sw.Step(model, sgd(model), loss_fn, 12, transforms=CHAINS["clip"], parallel=parallel, recheck=False)
 
     step, batches = made(), own_batches(5)
     step(batches[0])
@@ -579,7 +579,7 @@ def test_a_step_that_was_made_for_one_process(two, updates, compile):
 
 def beside():
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 6, parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, 6, parallel=parallel, recheck=False)
     if current_group().rank == 0:
         step.require(norms=True)  # a matter of each rank
     norms = (
@@ -600,7 +600,7 @@ def test_what_ranks_may_do_on_their_own(two):
 def noisy():
     """Noise from torch's own generator: that of rank 0, and everybody's own random numbers go on."""
     model, parallel = wrapped(net(), "plain")
-    step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], parallel=parallel, audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], parallel=parallel, recheck=False)
     torch.manual_seed(7 + current_group().rank)
     step.run(own_batches(3))
     return flat(model), torch.rand(1).item()
@@ -623,7 +623,7 @@ def curriculum(samples, total):
     model, parallel = wrapped(net(), "plain")
     rows = data()
     batch = [values[:total] for values in rows]
-    step = sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, tail="carry", audit=False)
+    step = sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, tail="carry", recheck=False)
     for transforms in (CHAINS["plain"], CHAINS["clip"]):
         step.transforms = transforms
         step.run(own_batches(4, batch))
@@ -644,7 +644,7 @@ def resumed_curriculum(samples, total):
     batch = [values[:total] for values in data()]
 
     def made():
-        return sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, tail="carry", audit=False)
+        return sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, tail="carry", recheck=False)
 
     first, second = made(), made()
     first.transforms = CHAINS["clip"]

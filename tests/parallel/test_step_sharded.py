@@ -69,7 +69,7 @@ def next_token(model, tokens):
 def tied(parallel):
     model = Tied()
     tokens = torch.randint(0, 11, (13, 5), generator=torch.Generator().manual_seed(1))
-    step = sw.Step(model, adam(model), next_token, 6, transforms=[sw.clip(1.0)], parallel=parallel, audit=False)
+    step = sw.Step(model, adam(model), next_token, 6, transforms=[sw.clip(1.0)], parallel=parallel, recheck=False)
     step.run(own_batches(4, [tokens])[k][0] for k in range(len(own_batches(4, [tokens]))))
     g = sw.gradients(next_token(model, tokens), model)
     return flat(model), g.names, g.norms()
@@ -90,7 +90,7 @@ def saved_in_between():
     """A state dict has the parts, and lets the whole parameters go; a forward pass in between changes nothing."""
     model = sharded()
     optimizer = adam(model)
-    step = sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], audit=False)
+    step = sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], recheck=False)
     states = []
     for _ in step.over(own_batches(2)):
         states.append(copy.deepcopy(model.state_dict()))
@@ -105,7 +105,7 @@ def saved_in_between():
 
 def alone_in_between():
     model = net()
-    sw.Step(model, adam(model), loss_fn, 6, transforms=[sw.clip(0.5)], audit=False).run(own_batches(17))
+    sw.Step(model, adam(model), loss_fn, 6, transforms=[sw.clip(0.5)], recheck=False).run(own_batches(17))
     return flat(model)
 
 
@@ -134,8 +134,8 @@ def whole(model):
 
 def two_steps():
     model = sharded() if current_group().distributed else net()
-    clipped = sw.Step(model, adam(model), loss_fn, transforms=[sw.clip(0.5)], audit=False)
-    plain = sw.Step(model, adam(model), loss_fn, audit=False)
+    clipped = sw.Step(model, adam(model), loss_fn, transforms=[sw.clip(0.5)], recheck=False)
+    plain = sw.Step(model, adam(model), loss_fn, recheck=False)
     for k in range(3):
         rows = [t[4 * k : 4 * k + 4] for t in data()]
         clipped.run(pieces(rows, k))
@@ -171,8 +171,8 @@ def adversaries(freezes):
         return losses
 
     steps = [
-        sw.Step(judge, adam(judge), judged, transforms=[sw.clip(0.5)], audit=False),
-        sw.Step(generator, adam(generator), generated, transforms=[sw.clip(0.5)], audit=False),
+        sw.Step(judge, adam(judge), judged, transforms=[sw.clip(0.5)], recheck=False),
+        sw.Step(generator, adam(generator), generated, transforms=[sw.clip(0.5)], recheck=False),
     ]
     source = torch.Generator().manual_seed(2)
     for k in (2, 0, 1, 2):
@@ -191,7 +191,7 @@ def test_sharded_models_in_the_losses_of_each_other(two, freezes):
 
 def frozen_later():
     model = sharded() if current_group().distributed else net()
-    step = sw.Step(model, adam(model), loss_fn, 4, audit=False)
+    step = sw.Step(model, adam(model), loss_fn, 4, recheck=False)
     for freezes in (False, False, True):
         model[3].requires_grad_(not freezes)
         step.run(own_batches(2 if current_group().distributed else 4))
@@ -207,13 +207,13 @@ def test_a_module_may_be_frozen_between_updates(two):
 def plain_afterwards():
     model = sharded() if current_group().distributed else net()
     optimizer = adam(model)
-    sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], audit=False).run(own_batches(17))
+    sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], recheck=False).run(own_batches(17))
     rank, size = current_group().rank, current_group().size
     for _ in range(3):
         optimizer.zero_grad()
         loss_fn(model, [t[:16][rank::size] for t in data()]).mean().backward()
         optimizer.step()
-    sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], audit=False).run(own_batches(17))
+    sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], recheck=False).run(own_batches(17))
     return whole(model)
 
 
@@ -228,7 +228,7 @@ def skipping():
         return torch.where(batch[2] == 9, torch.nan, loss_fn(model, batch))
 
     model = sharded() if current_group().distributed else net()
-    step = sw.Step(model, adam(model), broken, 6, on_nonfinite="skip", audit=False)
+    step = sw.Step(model, adam(model), broken, 6, on_nonfinite="skip", recheck=False)
     return [update.skipped for update in step.over(own_batches(17))], flat(model)
 
 
@@ -245,7 +245,7 @@ def explosive(scale):
     model = fully_shard(model) if current_group().distributed else model
     batch = torch.zeros(2, 4)
     batch[:, 1] = 1
-    step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b)[:, 2] * scale, audit=False)
+    step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b)[:, 2] * scale, recheck=False)
     return step(batch)[0].grad_norm
 
 
@@ -285,7 +285,7 @@ def failing(where):
 
     model[2].register_forward_hook(in_the_middle)
     optimizer.step = changed
-    step = sw.Step(model, optimizer, losses, 4, audit=False)
+    step = sw.Step(model, optimizer, losses, 4, recheck=False)
     try:
         step.run(own_batches(2))
     finally:
@@ -302,7 +302,7 @@ def test_an_error_on_one_rank_ends_all(two, where):
 def looking_alone():
     """A forward pass takes all ranks."""
     model = sharded()
-    step = sw.Step(model, adam(model), loss_fn, 4, audit=False)
+    step = sw.Step(model, adam(model), loss_fn, 4, recheck=False)
     step.run(own_batches(2))
     give_up_after(1.0)
     if current_group().rank == 0:
@@ -360,7 +360,7 @@ def refused(what):
     elif what == "sum":
         fully_shard(model)
         halved = sw.transforms.transform.SumTransform("halved", "-Σ/2", lambda sums: torch._foreach_mul_(sums, 0.5))
-        sw.Step(model, adam(model), loss_fn, transforms=[halved], audit=False).run(own_batches(3))
+        sw.Step(model, adam(model), loss_fn, transforms=[halved], recheck=False).run(own_batches(3))
     if what in ("whole", "offload", "parallel"):
         sw.Step(model, adam(model), loss_fn)
 
@@ -451,7 +451,7 @@ def test_leaves_that_are_not_in_the_graph_are_no_zeros(two):
 
 def one_rank():
     model = sharded()
-    step = sw.Step(model, adam(model), loss_fn, 6, transforms=[sw.clip(0.5)], audit=False)
+    step = sw.Step(model, adam(model), loss_fn, 6, transforms=[sw.clip(0.5)], recheck=False)
     step.run(own_batches(17))
     return flat(model)
 

@@ -90,7 +90,7 @@ CHAINS = {
 
 
 def trained(what, chain):
-    """The first window is audited, and the last one leaves a rank with fewer samples."""
+    """The first window is rechecked, and the last one leaves a rank with fewer samples."""
     model = distributed(Language(what), what)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     step = sw.Step(model, optimizer, next_token, 4, transforms=CHAINS[chain](), max_grad_norm=0.4)
@@ -141,7 +141,7 @@ def in_bfloat16(ours):
     before = flat(model)
     batches = own_batches(4, [tokens(16)])
     if ours:
-        sw.Step(model, optimizer, next_token, 8, transforms=[sw.clip(1e6)], audit=False).run(batches)
+        sw.Step(model, optimizer, next_token, 8, transforms=[sw.clip(1e6)], recheck=False).run(batches)
     else:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -255,4 +255,4 @@ def test_an_update_takes_the_memory_of_fully_shard(two):
         for how in ("step", "clip", "drop"):
             assert steady[how][0] <= 1.15 * steady["plain"][0], how
             assert steady[how][1] <= 1.01 * steady["plain"][1], how
-        assert first[0] <= 1.15 * plain[0]  # with its audit and the verification of its graph
+        assert first[0] <= 1.15 * plain[0]  # with its recheck and the verification of its graph

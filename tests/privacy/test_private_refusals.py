@@ -103,7 +103,7 @@ SETTINGS = {
     "skip": ({"on_nonfinite": "skip"}, rf"on_nonfinite {DEFAULT}.*contributes nothing; found 'skip'"),
     "ignore": ({"on_nonfinite": "ignore"}, rf"on_nonfinite {DEFAULT}.*contributes nothing; found 'ignore'"),
     "loss scaling": ({"precision": "16-mixed"}, "precision must not scale the loss with privacy=.*Use 'bf16-mixed'"),
-    "audit": ({"audit": False}, "audit must not be False with privacy="),
+    "recheck": ({"recheck": False}, "recheck must not be False with privacy="),
     "record": ({"record": "norms"}, "record must be empty with privacy=.*; found norms"),
     "drop": ({"transforms": [sw.drop(quantile=0.9)]}, "weight of a sample depends on this sample alone; found drop"),
     "mean": ({"transforms": [sw.normalize("mean")]}, r"depends on this sample alone; found normalize\('mean'\)"),
@@ -450,7 +450,7 @@ def test_sensitivity_errors_are_privacy_errors():
     assert isinstance(caught.value.__cause__, TransformError)
 
 
-# ------------------------------------------------------------------------------- entries and values that no audit sees
+# ----------------------------------------------------------------------------- entries and values that no recheck sees
 
 
 def test_entries_that_are_kept_whole():
@@ -461,7 +461,7 @@ def test_entries_that_are_kept_whole():
 
 
 @pytest.mark.parametrize("values", [itertools.count(1), (k for k in range(1, 99)), zip(range(99))], ids=type)
-def test_iterators_that_an_audit_would_consume(values):
+def test_iterators_that_a_recheck_would_consume(values):
     def decayed(model, batch):
         return loss_fn(model, batch) / float(torch.as_tensor(next(values)))
 
@@ -469,7 +469,7 @@ def test_iterators_that_an_audit_would_consume(values):
     before = [p.clone() for p in model.parameters()]
     privacy = plan()
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), decayed, privacy=privacy)
-    with pytest.raises(PrivacyError, match=r"must be audited.*can read an iterator \(\w+\).*Compute the values"):
+    with pytest.raises(PrivacyError, match=r"must be rechecked.*can read an iterator \(\w+\).*Compute the values"):
         next(iter(step.over(privacy.loader(dataset()))))
     assert step.privacy.spent().updates == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -288,7 +288,7 @@ def test_a_loss_function_that_reads_its_own_step(read):
             lambda model, x: model(x).square().sum(1) / (1 + read(own[0])),
             samples=1,
             compile=compile,
-            audit=False,
+            recheck=False,
         )
         own.append(step)
         step.run([torch.randn(12, 3, generator=torch.Generator().manual_seed(1)).double()])

@@ -399,7 +399,7 @@ def test_numbers_of_all_groups_and_their_sum_see_the_same_dropout(random_referen
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
     transforms = [BY, *([sw.align(reference)] if random_reference else []), sw.drop(largest=1)]
-    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, transforms, audit=False)(DATA)
+    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, transforms, recheck=False)(DATA)
     masks = seen.take()
     if microbatch is None:
         assert len(masks) == 1
@@ -419,7 +419,7 @@ def test_samples_and_groups_see_the_same_dropout(microbatch):
             seen.append((tuple(x.tolist()), tuple(row.tolist())))
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
-    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, [sw.clip(0.5), BY], audit=False)(DATA)
+    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, [sw.clip(0.5), BY], recheck=False)(DATA)
     pairs = seen.take()
     assert len(pairs) == (13 if microbatch is None else 26)
     assert len(set(pairs)) == len({x for x, _ in pairs}) == 13
@@ -451,7 +451,7 @@ def test_each_sample_advances_the_buffers_once(transforms, microbatch):
 
 def test_batch_norm_in_a_window_of_several_pieces():
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    step = sw.Step(model, sw.sgd(LR), squared, 13, 4, [BY, sw.clip(1.0)], audit=False)
+    step = sw.Step(model, sw.sgd(LR), squared, 13, 4, [BY, sw.clip(1.0)], recheck=False)
     message = r"group\('user'\) needs samples that do not depend on each other; found BatchNorm in training mode: 1\."
     with pytest.raises(sw.SamplesInteractError, match=message):
         step(DATA)
@@ -460,7 +460,7 @@ def test_batch_norm_in_a_window_of_several_pieces():
 def test_batch_norm_in_one_piece():
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     with pytest.raises(sw.SamplesInteractError):
-        sw.Step(model, sw.sgd(LR), squared, None, None, [BY, sw.clip(1.0)], audit=False)(DATA)
+        sw.Step(model, sw.sgd(LR), squared, None, None, [BY, sw.clip(1.0)], recheck=False)(DATA)
 
 
 @pytest.mark.parametrize("microbatch", [None, 4])
@@ -468,7 +468,7 @@ def test_more_losses_than_samples(microbatch):
     def doubled(model, batch):
         return squared(model, batch).repeat(2)
 
-    step = sw.Step(mlp(), sw.sgd(LR), doubled, 13, microbatch, [BY, sw.clip(1.0)], audit=False)
+    step = sw.Step(mlp(), sw.sgd(LR), doubled, 13, microbatch, [BY, sw.clip(1.0)], recheck=False)
     with pytest.raises(sw.SamplewiseError, match=r"for \d+ samples"):
         step(DATA)
 

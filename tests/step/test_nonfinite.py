@@ -70,7 +70,9 @@ class Training:
         }
         self.optimizer = make[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.step = sw.Step(self.model, self.optimizer, loss_fn, scheduler=self.scheduler, **{"audit": False} | options)
+        self.step = sw.Step(
+            self.model, self.optimizer, loss_fn, scheduler=self.scheduler, **{"recheck": False} | options
+        )
 
     def state(self):
         parts = self.model, self.optimizer, self.scheduler
@@ -265,7 +267,7 @@ def test_a_skipped_update_counts_what_went_into_it(transforms, numbers):
 @chains
 def test_the_first_update_may_be_the_skipped_one(transforms):
     data = [batch(BAD), batch()]
-    training, twin = (Training(transforms=transforms, on_nonfinite="skip", audit=None) for _ in range(2))
+    training, twin = (Training(transforms=transforms, on_nonfinite="skip", recheck=None) for _ in range(2))
     assert [update.skipped for update in training.step.over(data)] == [True, False]
     twin.step.run(data[1:])
     assert same(training.state()[:3], twin.state()[:3])

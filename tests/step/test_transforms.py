@@ -650,7 +650,7 @@ def test_a_random_reference_does_not_come_between_the_passes():
         seen.append((hidden == 0).clone())
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
-    step = sw.Step(ours, sw.sgd(LR), watched, None, 4, [sw.align(reference), sw.drop(largest=3)], audit=False)
+    step = sw.Step(ours, sw.sgd(LR), watched, None, 4, [sw.align(reference), sw.drop(largest=3)], recheck=False)
     step(DATA)
     masks = seen.take()
     assert len(masks) == 8

@@ -110,7 +110,7 @@ def show_cost(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Print the time of an update with and without per-sample norms, measured interleaved."""
     batch = (x[:512], y[:512])
     steps = [
-        sw.Step(model_copy, sw.sgd(1e-3), loss_fn, record=record, audit=False)
+        sw.Step(model_copy, sw.sgd(1e-3), loss_fn, record=record, recheck=False)
         for model_copy, record in ((copy.deepcopy(model).train(), ()), (copy.deepcopy(model).train(), ("norms",)))
     ]
     seconds: list[list[float]] = [[], []]

@@ -34,7 +34,7 @@ class StepConfig:
     transforms: Chain = field(default_factory=lambda: as_chain(()))
     max_grad_norm: float | None = None
     on_nonfinite: str | None = None
-    audit: int | bool | None = None
+    recheck: int | bool | None = None
     microbatch: int | Auto | None = None
     precision: str | None = None
     compile: bool | str = False
@@ -61,13 +61,13 @@ class StepConfig:
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
             raise ValueError(f"max_grad_norm must be positive; found {norm!r}.")
-        if not (self.audit is None or self.audit is False or (type(self.audit) is int and self.audit > 0)):
-            raise ValueError(f"audit must be a positive number of updates, None or False; found {self.audit!r}.")
+        if not (self.recheck is None or self.recheck is False or (type(self.recheck) is int and self.recheck > 0)):
+            raise ValueError(f"recheck must be a positive number of updates, None or False; found {self.recheck!r}.")
         if self.interacting not in ("refuse", "allow"):
             raise ValueError(f"interacting must be 'refuse' or 'allow'; found {self.interacting!r}.")
-        if self.interacting == "allow" and self.audit:
+        if self.interacting == "allow" and self.recheck:
             raise ValueError(
-                f"audit must be None or False with interacting='allow'; found {self.audit!r}. An audit compares a "
+                f"recheck must be None or False with interacting='allow'; found {self.recheck!r}. A recheck compares a "
                 "sample in its batch with the same sample alone, which differ if samples interact."
             )
         size = self.microbatch
@@ -96,10 +96,10 @@ class StepConfig:
                 "precision must not scale the loss with privacy=, because whether it overflows depends on single "
                 "samples; found '16-mixed'. Use 'bf16-mixed'."
             )
-        if self.audit is False:
+        if self.recheck is False:
             raise PrivacyError(
-                "audit must not be False with privacy=, because it finds samples that interact; found False. Leave it "
-                "out."
+                "recheck must not be False with privacy=, because it finds samples that interact; found False. Leave "
+                "it out."
             )
         if self.record and not self.privacy.plan.observe:
             raise PrivacyError(

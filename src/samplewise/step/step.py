@@ -71,8 +71,8 @@ class Step(CheckedAttributes):
     on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore". On an accelerator an update makes
     one host sync for this. It makes none with a fused optimizer, such as AdamW(..., fused=True), which skips the update
     on the device: the error is then raised when the update is read, or before the next one.
-    audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
-    the batch. None: only at the first update. False: never.
+    recheck: number of updates between two rechecks, in which one sample is computed alone and compared with its result
+    in the batch. None: only at the first update. False: never.
     interacting: "refuse" (default) raises SamplesInteractError if a transform needs per-sample gradients and the loss
     of a sample depends on other samples. "allow" weighs the rows of the Jacobian of each microbatch's losses; an update
     then depends on how its window is cut into microbatches.
@@ -103,7 +103,7 @@ class Step(CheckedAttributes):
 
     _fixed: ClassVar = {
         **dict.fromkeys(("model", "scheduler", "precision", "counters", "config", "on_nonfinite"), ""),
-        **dict.fromkeys(("audit", "compile", "parallel", "interacting", "privacy"), ""),
+        **dict.fromkeys(("recheck", "compile", "parallel", "interacting", "privacy"), ""),
         "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
         "record": "Call step.require(norms=True).",
         "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
@@ -123,7 +123,7 @@ class Step(CheckedAttributes):
         scheduler: Any = None,
         max_grad_norm: float | None = None,
         on_nonfinite: str | None = None,
-        audit: int | bool | None = None,
+        recheck: int | bool | None = None,
         precision: str | None = None,
         compile: bool | str = False,
         parallel: Parallel = None,
@@ -147,7 +147,7 @@ class Step(CheckedAttributes):
             transforms=chain if meter is None else meter.transforms,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
-            audit=audit,
+            recheck=recheck,
             microbatch=as_microbatch(microbatch),
             precision=precision,
             compile=compile,

@@ -1,7 +1,7 @@
-"""Audit: compare losses and gradients of samples computed alone with those of the same samples in their batch.
+"""Recheck: compare losses and gradients of samples computed alone with those of the same samples in their batch.
 
 The first 8 samples are compared at the first update, and the losses of the whole microbatch with those of the same
-samples in other orders. With `Step(audit=1000)`, one sample and one order are also compared every 1,000 updates, and
+samples in other orders. With `Step(recheck=1000)`, one sample and one order are also compared every 1,000 updates, and
 any difference is an error. Both run in eval mode, without randomness, and restore modes, buffers and random state.
 """
 
@@ -45,10 +45,10 @@ FEW = 8  # number of samples that are computed alone: enough to detect interacti
 PROJECTED = 32  # dimensions of projected gradients, which are compared for sharded models to save memory
 
 
-class Audit:
-    """Audits of a step. `every`: number of updates between two audits; None: only the first update; False: never.
+class Recheck:
+    """Rechecks of a step. `every`: number of updates between two rechecks; None: only the first update; False: never.
     `own_gradients`: transforms use per-sample gradients, so that interacting samples are an error. `private`: an update
-    that cannot be audited is an error.
+    that cannot be rechecked is an error.
     """
 
     def __init__(self, evaluator: LossEvaluator, every: int | bool | None, own_gradients: bool, private: bool):
@@ -57,14 +57,14 @@ class Audit:
         self.own_gradients = own_gradients
         self.private = private
         self._interacts = False  # whether the warning about samples that interact was given
-        self._warned = False  # whether the warning about a failed audit was given
+        self._warned = False  # whether the warning about a failed recheck was given
 
     def due(self, update: int) -> bool:
-        """True if the update with this index is audited."""
+        """True if the update with this index is rechecked."""
         return type(self.every) is int and update % self.every == 0
 
     def run(self, microbatch: Any, first: bool, update: int) -> None:
-        """Audit the first microbatch of a window, if due. Called for every window."""
+        """Recheck the first microbatch of a window, if due. Called for every window."""
         if ((first and self.every is not False) or self.due(update)) and self._would_consume():
             return
         if first and self.every is not False:
@@ -75,20 +75,20 @@ class Audit:
             self._report(self._compare(microbatch, microbatch, first, update), microbatch)
 
     def _would_consume(self) -> bool:
-        """True, with a warning, if the calls of an audit could consume values of an iterator."""
+        """True, with a warning, if the calls of a recheck could consume values of an iterator."""
         iterators = CallSnapshot([self.evaluator.loss_fn], self.evaluator.modules).iterators
         if not iterators:
             return False
         kind = type(iterators[0]).__name__
         if self.private:
             raise PrivacyError(
-                "the first update of a private step must be audited, because samples that interact break the bound; "
-                f"found that loss_fn or the model can read an iterator ({kind}), whose values an audit would consume. "
+                "the first update of a private step must be rechecked, because samples that interact break the bound; "
+                f"found that loss_fn or the model can read an iterator ({kind}), whose values a recheck would consume. "
                 "Compute the values from the number of the update."
             )
         self._warn(
-            f"the update is not audited: loss_fn or the model can read an iterator ({kind}), whose values would be "
-            "consumed. Pass audit=False, or compute the values from the number of the update."
+            f"the update is not rechecked: loss_fn or the model can read an iterator ({kind}), whose values would be "
+            "consumed. Pass recheck=False, or compute the values from the number of the update."
         )
         return True
 
@@ -137,7 +137,7 @@ class Audit:
         )
 
     def _possible_constants(self, microbatch: Any) -> str:
-        """Sentence about entries that may not be per sample, and were sliced by the audit; empty if there are none."""
+        """Sentence about entries that may not be per sample, and were sliced for the recheck; empty without such."""
         if self.evaluator.strategy.sharded:
             return ""
         try:
@@ -168,7 +168,7 @@ class Audit:
             problem = str(error).partition("\n")[0]
         check_untracked(self.evaluator.trained.untracked_parameters(), reached)
         if problem is not None and self.every:
-            self._warn(f"the audit could not compute a sample alone in eval mode: {problem}")
+            self._warn(f"the recheck could not compute a sample alone in eval mode: {problem}")
         return difference
 
     def _warn(self, message: str) -> None:

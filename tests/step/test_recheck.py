@@ -75,7 +75,7 @@ class Later:
 )
 def test_interaction_that_begins_later(way, transforms):
     loss_fn = Later(way)
-    step = make(mlp(), loss_fn, audit=3, transforms=transforms)
+    step = make(mlp(), loss_fn, recheck=3, transforms=transforms)
     updates = step.over(batches(updates=9))
     for _ in range(3):  # numbers 0, 1 and 2, of which the first is looked at
         next(updates)
@@ -158,7 +158,7 @@ def test_mixtures_of_samples_are_noticed_with_any_data(mixture):
 
 
 @pytest.mark.parametrize("way", ["losses", "gradients"])
-def test_interaction_that_autograd_knows_of_needs_no_audit_where_samples_have_gradients(way):
+def test_interaction_that_autograd_knows_of_needs_no_recheck_where_samples_have_gradients(way):
     loss_fn = Later(way)
     step = make(mlp(), loss_fn, transforms=CLIP)
     step.run(batches(updates=2))
@@ -167,10 +167,10 @@ def test_interaction_that_autograd_knows_of_needs_no_audit_where_samples_have_gr
         step.run(batches(updates=1))
 
 
-@pytest.mark.parametrize("audit", [None, False])
-def test_interaction_that_begins_later_is_not_seen_without_an_audit(audit):
+@pytest.mark.parametrize("recheck", [None, False])
+def test_interaction_that_begins_later_is_not_seen_without_a_recheck(recheck):
     loss_fn = Later("targets")
-    step = make(mlp(), loss_fn, audit=audit)
+    step = make(mlp(), loss_fn, recheck=recheck)
     for _ in step.over(batches()):
         loss_fn.on = True
     assert step.counters.updates == 6
@@ -178,7 +178,7 @@ def test_interaction_that_begins_later_is_not_seen_without_an_audit(audit):
 
 @transforms
 def test_targets_mixed_from_the_beginning(transforms):
-    """With transforms refused, without them a word; with an audit refused as well."""
+    """With transforms refused, without them a word; with a recheck refused as well."""
     loss_fn = Later("targets")
     loss_fn.on = True
     if transforms:
@@ -188,13 +188,13 @@ def test_targets_mixed_from_the_beginning(transforms):
         (word,) = said(make(mlp(), loss_fn), batches())
         assert "samples depend on each other: sample " in word
     with pytest.raises(sw.SamplesInteractError, match=r"in the batch and .* alone"):
-        make(mlp(), loss_fn, transforms=transforms, audit=2).run(batches())
+        make(mlp(), loss_fn, transforms=transforms, recheck=2).run(batches())
 
 
 def test_a_wrong_owner_in_the_engine(monkeypatch):
     """Gradients given to the neighbor."""
     right = forward.gradients_of
-    step = make(mlp(), transforms=CLIP, audit=1)
+    step = make(mlp(), transforms=CLIP, recheck=1)
     updates = step.over(batches())
     next(updates)
     monkeypatch.setattr(
@@ -207,21 +207,21 @@ def test_a_wrong_owner_in_the_engine(monkeypatch):
 def test_what_is_caught_changes_nothing_and_the_step_goes_on():
     loss_fn, model, twin = Later("targets"), mlp(), mlp()
     twin.load_state_dict(model.state_dict())
-    data, step = batches(), make(model, loss_fn, audit=1)
+    data, step = batches(), make(model, loss_fn, recheck=1)
     step.run(data[:2])
     loss_fn.on = True
     with pytest.raises(sw.SamplesInteractError):
         step.run(data[2:3])
     loss_fn.on = False
     step.run(data[3:])
-    make(twin, audit=False).run(data[:2] + data[3:])
+    make(twin, recheck=False).run(data[:2] + data[3:])
     assert_same(model.state_dict(), twin.state_dict())
 
 
 @pytest.mark.parametrize("bad", [True, 0, -1, 2.5, "always"])
-def test_what_audit_may_be(bad):
-    with pytest.raises(ValueError, match="audit must be a positive number of updates, None or False"):
-        make(mlp(), audit=bad)
+def test_what_recheck_may_be(bad):
+    with pytest.raises(ValueError, match="recheck must be a positive number of updates, None or False"):
+        make(mlp(), recheck=bad)
 
 
 # ------------------------------------------------------------- no trace
@@ -261,28 +261,28 @@ def assert_same(found, expected):
     ],
     ids=str,
 )
-def test_a_run_with_audits_is_bit_for_bit_the_run_without(options):
+def test_a_run_with_rechecks_is_bit_for_bit_the_run_without(options):
     own_gradients = "transforms" in options or "record" in options
     ended = []
-    for audit in (False, 1):
+    for recheck in (False, 1):
         torch.manual_seed(0)
         model, data = Busy(norm=not own_gradients and "samples" not in options), batches()
         modes = [module.training for module in model.modules()]
         torch.manual_seed(2)
-        losses = [update.losses for update in make(model, audit=audit, **options).over(data)]
+        losses = [update.losses for update in make(model, recheck=recheck, **options).over(data)]
         assert [module.training for module in model.modules()] == modes
         ended.append(model.state_dict() | {"losses": torch.cat(losses), "random": torch.get_rng_state()})
     assert_same(*ended)
 
 
 @pytest.mark.filterwarnings("ignore:modules are in eval mode:samplewise.TrainingWarning")
-def test_two_runs_without_audits_are_bit_for_bit_the_same():
+def test_two_runs_without_rechecks_are_bit_for_bit_the_same():
     """Else the test above says nothing."""
     kept, seen = [], set()  # so that each model lies elsewhere in memory
     for _ in range(12):
         torch.manual_seed(0)
         kept.append((Busy(norm=False), [object() for _ in range(100)]))
-        step = make(kept[-1][0], audit=False, transforms=CLIP)
+        step = make(kept[-1][0], recheck=False, transforms=CLIP)
         seen.add(tuple(torch.cat([update.norms for update in step.over(batches())]).tolist()))
     assert len(seen) == 1
 
@@ -310,7 +310,7 @@ def test_gradients_are_untouched_while_looking():
     other = nn.Parameter(torch.ones(6))
     other.grad = torch.full((6,), 7.0)
     data = batches()
-    make(mlp(), lambda model, batch: squares(model, (batch[0] * other, batch[1])), audit=1, transforms=CLIP).run(data)
+    make(mlp(), lambda model, batch: squares(model, (batch[0] * other, batch[1])), recheck=1, transforms=CLIP).run(data)
     assert torch.equal(other.grad, torch.full((6,), 7.0))
 
 
@@ -347,8 +347,8 @@ def test_modules_that_do_something_on_changing_mode_are_left_in_order():
 @pytest.mark.parametrize(
     "draw", [lambda: torch.rand(()).item(), random.random, np.random.rand], ids=["torch", "random", "numpy"]
 )
-@pytest.mark.parametrize("audit", [None, 1])
-def test_random_numbers_are_not_used_up(draw, audit):
+@pytest.mark.parametrize("recheck", [None, 1])
+def test_random_numbers_are_not_used_up(draw, recheck):
     """Of whichever generator the loss function draws its augmentations from."""
     drawn = []
 
@@ -362,7 +362,7 @@ def test_random_numbers_are_not_used_up(draw, audit):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
 
-    step, data = make(mlp(), loss_fn, audit=audit), batches(updates=3)
+    step, data = make(mlp(), loss_fn, recheck=recheck), batches(updates=3)
     begin()
     expected = [draw() for _ in range(3)]
     begin()
@@ -388,15 +388,15 @@ class Counted:
 
 @transforms
 @pytest.mark.parametrize(("numbers", "pieces"), [({}, 1), (dict(samples=8, microbatch=3), 3)])
-def test_without_audit_each_piece_is_computed_once(transforms, numbers, pieces):
+def test_without_recheck_each_piece_is_computed_once(transforms, numbers, pieces):
     loss_fn = Counted()
-    make(mlp(), loss_fn, audit=False, transforms=transforms, **numbers).run(batches(updates=4))
+    make(mlp(), loss_fn, recheck=False, transforms=transforms, **numbers).run(batches(updates=4))
     assert loss_fn.calls == 4 * pieces
 
 
-def calls_of_each_update(audit):
+def calls_of_each_update(recheck):
     loss_fn, calls = Counted(), []
-    for _ in make(mlp(), loss_fn, audit=audit).over(batches()):
+    for _ in make(mlp(), loss_fn, recheck=recheck).over(batches()):
         calls.append(loss_fn.calls - sum(calls))
     return calls
 
@@ -407,7 +407,7 @@ def test_by_default_only_the_first_update_is_looked_at():
     assert others == [1] * 5
 
 
-def test_an_audit_looks_every_so_many_updates():
+def test_an_recheck_looks_every_so_many_updates():
     looked_at = [calls > 1 for calls in calls_of_each_update(2)]
     assert looked_at == [True, False, True, False, True, False]
 
@@ -417,7 +417,7 @@ def test_an_audit_looks_every_so_many_updates():
 
 @transforms
 def test_dropout_is_switched_off_for_the_look(transforms):
-    assert said(make(mlp(nn.Dropout(0.5)), audit=1, transforms=transforms), batches()) == []
+    assert said(make(mlp(nn.Dropout(0.5)), recheck=1, transforms=transforms), batches()) == []
 
 
 @transforms
@@ -425,7 +425,7 @@ def test_losses_that_are_random_even_in_eval_mode(transforms):
     def loss_fn(model, batch):
         return squares(model, (F.dropout(batch[0], 0.5, training=True), batch[1]))
 
-    assert said(make(mlp(), loss_fn, audit=1, transforms=transforms), batches()) == []
+    assert said(make(mlp(), loss_fn, recheck=1, transforms=transforms), batches()) == []
 
 
 @transforms
@@ -450,10 +450,10 @@ def test_a_loss_function_that_fails_in_eval_mode(transforms):
     assert said(make(mlp(), only_in_training, transforms=transforms), batches()) == []
 
 
-def test_a_loss_function_that_fails_in_eval_mode_cannot_be_audited_and_that_is_said_once():
-    step = make(mlp(), only_in_training, audit=1)
+def test_a_loss_function_that_fails_in_eval_mode_cannot_be_rechecked_and_that_is_said_once():
+    step = make(mlp(), only_in_training, recheck=1)
     (word,) = said(step, batches())
-    assert word == "the audit could not compute a sample alone in eval mode: no auxiliary head in eval mode"
+    assert word == "the recheck could not compute a sample alone in eval mode: no auxiliary head in eval mode"
     assert step.counters.updates == 6
 
 
@@ -464,8 +464,8 @@ def test_a_loss_function_that_fails_for_one_sample():
         return squares(model, batch)
 
     assert said(make(mlp(), loss_fn), batches()) == []
-    words = said(make(mlp(), loss_fn, audit=6), batches())
-    assert words == ["the audit could not compute a sample alone in eval mode: needs two"]
+    words = said(make(mlp(), loss_fn, recheck=6), batches())
+    assert words == ["the recheck could not compute a sample alone in eval mode: needs two"]
 
 
 @dataclass
@@ -479,26 +479,26 @@ def test_batches_that_cannot_be_cut():
         return (model(batch.left) - model(batch.right).view(-1, 2)).square().mean(1)
 
     data = [Pairs(torch.randn(4, 6), torch.randn(8, 6)) for _ in range(3)]
-    assert said(make(mlp(), loss_fn, audit=1), data) == []
+    assert said(make(mlp(), loss_fn, recheck=1), data) == []
 
 
 def test_several_samples_in_a_row():
     def loss_fn(model, batch):
         return model(batch[0]).view(-1, 2).mean(1).square()
 
-    assert said(make(mlp(), loss_fn, audit=1), batches()) == []
+    assert said(make(mlp(), loss_fn, recheck=1), batches()) == []
 
 
 @pytest.mark.parametrize("numbers", [dict(samples=1), dict(microbatch=1)], ids=str)
 def test_single_samples(numbers):
-    assert said(make(mlp(), audit=1, **numbers), batches()) == []
+    assert said(make(mlp(), recheck=1, **numbers), batches()) == []
 
 
 def test_losses_with_counts():
     def loss_fn(model, batch):
         return squares(model, batch), 1 + batch[1].abs()
 
-    assert said(make(mlp(), loss_fn, audit=1), batches()) == []
+    assert said(make(mlp(), loss_fn, recheck=1), batches()) == []
 
 
 @transforms
@@ -507,7 +507,7 @@ def test_rounding_is_no_interaction(precision, transforms):
     """A wider net, whose products are summed in another order for one row than for 64."""
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())], nn.Linear(64, 1))
     data = [(10 * torch.randn(64, 64), torch.randn(64)) for _ in range(10)]
-    assert said(make(model, lr=1e-4, audit=1, precision=precision, transforms=transforms), data) == []
+    assert said(make(model, lr=1e-4, recheck=1, precision=precision, transforms=transforms), data) == []
 
 
 @transforms
@@ -518,7 +518,7 @@ def test_a_classifier_that_knows_everything_is_no_interaction(transforms):
     x[:, 0] += 4 * y - 2
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2))
     loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
-    step = make(model, nn.CrossEntropyLoss(), lr=1.0, audit=1, transforms=transforms)
+    step = make(model, nn.CrossEntropyLoss(), lr=1.0, recheck=1, transforms=transforms)
     assert said(step, loader) == []
     for _ in range(50):
         assert said(step, loader) == []
@@ -546,10 +546,10 @@ ERRORS = [ValueError("broken file"), OSError("no such row"), KeyError("label"), 
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-@pytest.mark.parametrize("audit", [None, 3])
+@pytest.mark.parametrize("recheck", [None, 3])
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_an_error_in_one_of_the_first_calls_reaches_the_user(error, audit, call):
-    step = make(mlp(), Fails(error, lambda calls: calls == call), audit=audit)
+def test_an_error_in_one_of_the_first_calls_reaches_the_user(error, recheck, call):
+    step = make(mlp(), Fails(error, lambda calls: calls == call), recheck=recheck)
     before = [p.clone() for p in step.model.parameters()]
     with pytest.raises(type(error)) as found:
         step.run(batches())
@@ -593,9 +593,9 @@ def test_an_error_of_the_optimizer_in_its_first_call_reaches_the_user():
 
 
 @pytest.mark.parametrize("call", [1, 3])
-def test_an_error_in_an_audit_later_on_reaches_the_user(call):
+def test_an_error_in_a_recheck_later_on_reaches_the_user(call):
     loss_fn = Fails(ValueError("gone"), lambda calls: False)
-    step = make(mlp(), loss_fn, audit=3)
+    step = make(mlp(), loss_fn, recheck=3)
     updates = step.over(batches(updates=9))
     for _ in range(3):
         next(updates)
