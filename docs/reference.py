@@ -35,7 +35,7 @@ SECTIONS = {
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ekfac", "hessian", "trak", "select", "margin", "ProjectedStore"],
-    "Trainer": ["Trainer", "load_checkpoint", "sharded", "parallel.join", "parallel.fsdp"],
+    "Trainer": ["Trainer", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {

@@ -342,7 +342,7 @@ MODULES = ("callbacks", "parallel")
 def test_public_surface():
     functions = {"gradients", "input_gradients", "check", "scan", "Gradients", "backward", "BackwardResult"}
     functions |= {"Step", "Trainer", "Update", "auto", "batch_constants", "sgd", "chain", "check_transform"}
-    functions |= {"Indexed", "Ledger", "samples", "load_checkpoint", "sharded"}
+    functions |= {"Indexed", "Ledger", "samples", "load_checkpoint", "already_sharded"}
     functions |= {
         "noise_scale",
         "NoiseScale",

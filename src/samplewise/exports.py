@@ -46,7 +46,7 @@ from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
-from samplewise.loop.data.sharding import sharded as sharded
+from samplewise.loop.data.sharding import already_sharded as already_sharded
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy

@@ -583,10 +583,13 @@ def test_arguments_that_belong_elsewhere(name):
 def test_sharded_loaders_in_one_process():
     """The mark changes nothing."""
     marked, plain = make(), make()
-    marked.fit(sw.sharded(loader(shuffle=True)), validate=sw.sharded(loader()), epochs=2)
+    marked.fit(sw.already_sharded(loader(shuffle=True)), validate=sw.already_sharded(loader()), epochs=2)
     plain.fit(loader(shuffle=True), validate=loader(), epochs=2)
     assert torch.equal(parameters(marked), parameters(plain))
     batches = [(X, Y)]
-    assert marked.evaluate(sw.sharded(batches)) == marked.evaluate(batches)
-    assert torch.equal(marked.predict(sw.sharded(batches)), marked.predict(batches))
-    assert sw.sharded(sw.sharded(batches)).loader is batches and list(sw.sharded(batches)) == batches
+    assert marked.evaluate(sw.already_sharded(batches)) == marked.evaluate(batches)
+    assert torch.equal(marked.predict(sw.already_sharded(batches)), marked.predict(batches))
+    assert (
+        sw.already_sharded(sw.already_sharded(batches)).loader is batches
+        and list(sw.already_sharded(batches)) == batches
+    )

@@ -289,7 +289,7 @@ def test_ranks_with_samples_of_their_own_stay_as_many(monkeypatch):
     monkeypatch.setattr(SingleProcess, "size", 2)
     _, state, _ = used("in order", 1, 1)
     with pytest.raises(CheckpointError, match=r"inside an epoch, .* must be resumed with the number of ranks it"):
-        ResumableLoader(sw.sharded(LOADERS["in order"]()), seed=5).load(state, 0)
+        ResumableLoader(sw.already_sharded(LOADERS["in order"]()), seed=5).load(state, 0)
 
 
 def test_drop_last_leaves_no_rank_with_less():
@@ -327,15 +327,15 @@ def test_samplers_that_divide_by_themselves_are_refused():
     loader = DataLoader(Samples(), sampler=DistributedSampler(Samples(), 2, 0))
     message = (
         "a loader must yield all samples on every rank, since the trainer shards them; found a DistributedSampler, "
-        "which repeats some samples to make shards equal. Remove it, or pass sw.sharded(loader) to keep it with the "
-        "repeated samples."
+        "which repeats some samples to make shards equal. Remove it, or pass sw.already_sharded(loader) to keep it with "
+        "the repeated samples."
     )
     with pytest.raises(BatchError, match=re.escape(message)):
         ResumableLoader(loader, 0, shard=RankShard(0, 2))
-    ResumableLoader(sw.sharded(loader), 0, shard=RankShard(0, 2))
+    ResumableLoader(sw.already_sharded(loader), 0, shard=RankShard(0, 2))
     split = Stream()
     split._distributed = "by node"
-    message = "found a Stream that has been split by node. Pass it without the split, or pass sw.sharded("
+    message = "found a Stream that has been split by node. Pass it without the split, or pass sw.already_sharded("
     with pytest.raises(BatchError, match=re.escape(message)):
         ResumableLoader(DataLoader(split), 0, shard=RankShard(0, 2))
 
@@ -377,7 +377,7 @@ def test_orders_that_differ_are_found_out(two):
         "DistributedError: every rank must iterate over the same samples in the same order, of which it takes its "
         "shard; found orders that differ between ranks. Let samplers and datasets draw random numbers from generators "
         "that are their attributes, or from the global generators of torch, Python or NumPy; or shard the data "
-        "yourself and pass sw.sharded(loader)."
+        "yourself and pass sw.already_sharded(loader)."
     )
     for kind in ("sampler", "stream", "list"):
         assert two.errors(looked, kind) == [message] * 2

@@ -159,7 +159,7 @@ def divided_before(run):
     """By torch's sampler, which repeats a sample where shares would not be equal."""
     made = trainer(run, samples=None)
     sampler = DistributedSampler(data(), current_group().size, current_group().rank, shuffle=False)
-    made.fit(sw.sharded(DataLoader(data(), batch_size=4, sampler=sampler)), epochs=1)
+    made.fit(sw.already_sharded(DataLoader(data(), batch_size=4, sampler=sampler)), epochs=1)
     return made.step.counters.samples, made.step.counters.updates, parameters(made)
 
 
@@ -191,7 +191,7 @@ def test_streams_without_a_length(two):
 def all_at_one_rank():
     """What is divided before may leave a rank with nothing."""
     made = trainer()
-    own = sw.sharded(loader(batch_size=SAMPLES, shuffle=False) if current_group().rank == 0 else [])
+    own = sw.already_sharded(loader(batch_size=SAMPLES, shuffle=False) if current_group().rank == 0 else [])
     made.fit(own, validate=own, epochs=2)
     return parameters(made)
 
@@ -216,7 +216,7 @@ def test_a_rehearsal_is_the_first_update_of_all_ranks(samples, used, two, tmp_pa
 
 def rehearsed_at_one_rank():
     made = trainer(samples=6)
-    own = sw.sharded(loader() if current_group().rank == 0 else [])
+    own = sw.already_sharded(loader() if current_group().rank == 0 else [])
     made.fit(own, validate=own, epochs=1, fast_dev_run=True)
     return made.step.counters.updates, made.step.counters.samples
 
@@ -377,7 +377,7 @@ def nothing():
 
 
 def nothing_for_anybody():
-    trainer().fit(sw.sharded(loader(3, drop_last=True)), epochs=1)
+    trainer().fit(sw.already_sharded(loader(3, drop_last=True)), epochs=1)
 
 
 @pytest.mark.parametrize("fit", [nothing, nothing_for_anybody])

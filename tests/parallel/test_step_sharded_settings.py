@@ -166,7 +166,7 @@ def evaluated():
     model = distributed(Language(""), "")
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), next_token)
     trainer = sw.Trainer(step, progress=False, device="cpu")
-    own = sw.sharded([(part,) for part in tokens().split(2)][: 5 - 3 * current_group().rank])
+    own = sw.already_sharded([(part,) for part in tokens().split(2)][: 5 - 3 * current_group().rank])
     loss = trainer.evaluate(own)["loss"]
     return loss, trainer.predict([(part,) for part in tokens()[: 4 - current_group().rank, :4].split(1)])
 

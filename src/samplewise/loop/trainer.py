@@ -150,7 +150,7 @@ class Trainer(CheckedAttributes):
                 sys.exit(130)
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
-        by `sw.sharded`.
+        by `sw.already_sharded`.
         validate: validation batches, evaluated after every epoch; None (default) for no validation.
         epochs, updates: exactly one is given. `epochs` may be an int, or a str such as "2ep" or "500up". Epochs and
         updates of a resumed run or of an earlier call count.

@@ -454,7 +454,7 @@ class Step(CheckedAttributes):
         self._updates = self._make_updates()
 
     @property
-    def sharded(self) -> bool:
+    def _sharded(self) -> bool:
         """True if each rank has a shard of the parameters. Forward passes of the model are then collectives."""
         return self._windows.ranks.strategy.sharded
 
