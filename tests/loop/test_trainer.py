@@ -460,7 +460,7 @@ def test_a_fast_dev_run(tmp_path, monkeypatch, samples, used, given, tail):
     assert (trainer.step.samples, trainer.step.tail) == (samples, tail)
     assert seen.kinds[-3:] == ["epoch", "validation", "end"]
     assert list(tmp_path.iterdir()) == []
-    assert not trainer.fast_dev_run and not trainer.step.has_pending_samples
+    assert not trainer.fast_dev_run and not trainer.step._has_pending_samples
 
 
 @pytest.mark.parametrize("samples", [3, 10, None])

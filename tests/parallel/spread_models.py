@@ -134,7 +134,7 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", re
         for _ in range(epochs)
         for update in step.over(own_batches(batch, parts))
     ]
-    return flat(inside), updates, copy.copy(step.counters), not step.has_pending_samples
+    return flat(inside), updates, copy.copy(step.counters), not step._has_pending_samples
 
 
 def flat(model):

@@ -57,7 +57,7 @@ def updates_of(step, model, batch, parts=None):
         for u in step.over(own_batches(batch, parts))
     ]
     parameters = flat(model)
-    return parameters, updates, copy.copy(step.counters), not step.has_pending_samples
+    return parameters, updates, copy.copy(step.counters), not step._has_pending_samples
 
 
 def compiled(transforms, how, batch, losses="loss_fn", bucket=collectives.BUCKET, **options):

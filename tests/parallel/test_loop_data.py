@@ -327,8 +327,8 @@ def test_samplers_that_divide_by_themselves_are_refused():
     loader = DataLoader(Samples(), sampler=DistributedSampler(Samples(), 2, 0))
     message = (
         "a loader must yield all samples on every rank, since the trainer shards them; found a DistributedSampler, "
-        "which repeats some samples to make shards equal. Remove it, or pass sw.already_sharded(loader) to keep it with "
-        "the repeated samples."
+        "which repeats some samples to make shards equal. Remove it, or pass sw.already_sharded(loader) to keep it "
+        "with the repeated samples."
     )
     with pytest.raises(BatchError, match=re.escape(message)):
         ResumableLoader(loader, 0, shard=RankShard(0, 2))

@@ -190,7 +190,7 @@ def broken(where):
                 before = copy.deepcopy(model.state_dict())
         finally:
             current_group().barrier()  # the ranks are still in step
-            assert not step.has_pending_samples
+            assert not step._has_pending_samples
             assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
             assert len(started) == (6 if where == "loader" else 12)
             step.run(own_batches(2)[:2])  # the next windows are exchanged as usual

@@ -79,7 +79,7 @@ def raising(transforms):
         step.run(own_batches(3))
     finally:
         assert torch.equal(flat(model), before)
-        assert not step.has_pending_samples
+        assert not step._has_pending_samples
 
 
 @pytest.mark.parametrize("transforms", ["plain", "clip", "drop"])
@@ -179,7 +179,7 @@ def failing(where, transforms):
             pass
     finally:
         current_group().barrier()  # the ranks are still in step
-        assert not step.has_pending_samples
+        assert not step._has_pending_samples
 
 
 @pytest.mark.parametrize("transforms", ["plain", "clip", "drop", "group"])
@@ -519,8 +519,7 @@ def saved_while_open():
 def test_an_open_window_is_in_no_state_of_all(two):
     message = (
         "DistributedError: a step with several ranks must be saved between two updates; found an open window, of which "
-        "each rank holds a part. Save after an update; or save state_dict(window=False), which is equal on all ranks, "
-        "and window_state() on each rank."
+        "each rank holds a part. Save after an update, or use sw.Trainer, whose checkpoints contain the parts."
     )
     assert two.errors(saved_while_open) == [message] * 2
 
@@ -535,11 +534,11 @@ def going_on(interrupted, exchanged=False):
     step, batches = made(), own_batches(5)
     step(batches[0])
     if interrupted:
-        everyones, own = step.state_dict(window=False), step.window_state()
+        everyones, own = step._state_dict(window=False), step._window_state()
         own = current_group().all_gather_object(own)[1 - current_group().rank] if exchanged else own
         step = made()
         step.load_state_dict(everyones)
-        step.load_window_state(own)
+        step._load_window_state(own)
     updates = [*step(batches[1]), step.flush()]
     return flat(model), [(update.samples, update.local_samples, update.loss) for update in updates], step.counters
 
@@ -650,10 +649,10 @@ def resumed_curriculum(samples, total):
     first.transforms = CHAINS["clip"]
     first.run(own_batches(4, batch))
     distributed = current_group().distributed
-    state, own = first.state_dict(window=not distributed), first.window_state() if distributed else None
+    state, own = first._state_dict(window=not distributed), first._window_state() if distributed else None
     second.load_state_dict(state)
     if own is not None:
-        second.load_window_state(own)
+        second._load_window_state(own)
     second.transforms = CHAINS["clip"]
     second.run(own_batches(4, batch))
     second.flush()

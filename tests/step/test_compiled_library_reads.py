@@ -276,7 +276,7 @@ def test_a_logger_whose_messages_are_not_shown():
 
 
 @any_backend
-@pytest.mark.parametrize("read", [lambda s: s.counters.updates, lambda s: s.started_updates, lambda s: s.samples])
+@pytest.mark.parametrize("read", [lambda s: s.counters.updates, lambda s: s._started_updates, lambda s: s.samples])
 def test_a_loss_function_that_reads_its_own_step(read):
     def after(compile):
         torch.manual_seed(0)

@@ -156,7 +156,7 @@ def test_bad_values():
         sw.Step(mlp(), sw.sgd(LR), squares, interacting="maybe")
     with pytest.raises(ValueError, match="recheck must be None or False with interacting='allow'; found 10"):
         sw.Step(mlp(), sw.sgd(LR), squares, interacting="allow", recheck=10)
-    assert sw.Step(mlp(), sw.sgd(LR), squares, interacting="allow").settings["interacting"] == "allow"
+    assert sw.Step(mlp(), sw.sgd(LR), squares, interacting="allow").config.settings()["interacting"] == "allow"
 
 
 @cases

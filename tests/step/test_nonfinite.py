@@ -531,9 +531,9 @@ def test_a_masked_update_is_counted_and_scheduled_until_the_flag_is_read(masked)
     training = masked(on_nonfinite="skip")
     rate = training.optimizer.param_groups[0]["lr"]
     list(training.step.over([batch(BAD)]))
-    assert training.step.started_updates == 1
+    assert training.step._started_updates == 1
     assert (training.step.counters.updates, training.step.counters.skipped) == (0, 1)
-    assert training.step.started_updates == 0
+    assert training.step._started_updates == 0
     assert training.optimizer.param_groups[0]["lr"] == rate == training.scheduler.get_last_lr()[0]
 
 

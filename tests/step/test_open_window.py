@@ -113,7 +113,7 @@ def test_changes_between_accumulate_and_apply(act, change, transforms):
     with pytest.raises(sw.ParameterError, match=CHANGED.format(change)):
         step.apply()
     close(state(step), before, rtol=0, atol=0)
-    assert not step.has_pending_samples
+    assert not step._has_pending_samples
     assert step.counters.samples == step.counters.updates == 0
     step.accumulate(rows(0, 5))  # a new window is exact
     step.accumulate(rows(5, 12))
@@ -158,7 +158,7 @@ def test_changes_before_any_use_of_the_window(finish):
         "call": lambda: step(rows(4, 12)),
         "accumulate": lambda: step.accumulate(rows(4, 12)),
         "state_dict": step.state_dict,
-        "window_state": step.window_state,
+        "window_state": step._window_state,
     }
     for _ in range(2 if finish in ("state_dict", "window_state") else 1):  # these two leave the window as it is
         with pytest.raises(sw.ParameterError, match=CHANGED.format("removed")):
@@ -252,7 +252,7 @@ def test_parameters_that_change_while_a_window_is_open(act, transforms):
     with pytest.raises(sw.ParameterError, match=MOVED):
         step.apply()
     close(state(step), moved, rtol=0, atol=0)
-    assert not step.has_pending_samples and step.counters.samples == 0
+    assert not step._has_pending_samples and step.counters.samples == 0
     carrying = make(CHAINS[transforms], samples=9, tail="carry", recheck=False)
     carrying.run([rows(0, 4)])
     act(carrying)
@@ -351,7 +351,7 @@ HARMLESS = {
     "sw.gradients": lambda step: sw.gradients(losses_of(step.model, rows(0, 3)), step.model).norms(),
     "another model": other_model,
     "state_dict": lambda step: step.state_dict(),
-    "window_state": lambda step: step.window_state(),
+    "window_state": lambda step: step._window_state(),
     "checkpoint of all": lambda step: (step.model.state_dict(), step.optimizer.state_dict(), step.state_dict()),
     "settings": lambda step: (setattr(step, "max_grad_norm", None), step.optimizer.param_groups[0].update(lr=0.1)),
 }

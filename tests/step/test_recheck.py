@@ -554,7 +554,7 @@ def test_an_error_in_one_of_the_first_calls_reaches_the_user(error, recheck, cal
     with pytest.raises(type(error)) as found:
         step.run(batches())
     assert found.value is error
-    assert step.counters.updates == 0 and not step.has_pending_samples
+    assert step.counters.updates == 0 and not step._has_pending_samples
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
     assert step.run(batches()).updates == 6  # as if nothing had been
 

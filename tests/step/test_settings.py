@@ -150,7 +150,7 @@ def test_a_resumed_window_gets_the_settings_of_on_epoch_start(tmp_path, transfor
         return step
 
     whole = fit(tmp_path / "whole", Batches())
-    assert fit(tmp_path / "stopped", Batches(stop)).has_pending_samples
+    assert fit(tmp_path / "stopped", Batches(stop))._has_pending_samples
     resumed = fit(tmp_path / "stopped", Batches(), resume=True)
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -855,7 +855,7 @@ def test_a_tensor_of_weights_must_have_the_length_of_the_window(length, options,
         next(updates)
     close(dict(model.named_parameters()), before, rtol=0, atol=0)
     assert step.counters.updates == (2 if whole else 0)
-    assert not step.has_pending_samples
+    assert not step._has_pending_samples
 
 
 def test_accumulated_samples_are_counted_for_a_tensor_of_weights():

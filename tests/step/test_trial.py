@@ -61,7 +61,7 @@ def assert_same(mine, other):
 def run(step, updates=4):
     torch.manual_seed(3)
     lines = []
-    with step.slow_compile_notice(lines.append):
+    with step._slow_compile_notice(lines.append):
         for _ in range(updates):
             step(BATCH)
     return [line for line in lines if not line.startswith("compiling")]  # printed on a busy machine

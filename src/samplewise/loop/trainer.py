@@ -99,7 +99,7 @@ class Trainer(CheckedAttributes):
         self.run = None if run is None else absolute(run)
         self.device = launch.join(device)
         self.model.to(self.device)
-        step.attach_process_group()
+        step._attach_process_group()
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
             step.loss_fn.to(self.device)
         self.loader: Iterable[Any] | None = None  # loader of the last call of fit
@@ -163,7 +163,7 @@ class Trainer(CheckedAttributes):
         with (
             only_fit_of(self.step),
             self._session(fast_dev_run),
-            self.step.slow_compile_notice(self._progress.line),
+            self.step._slow_compile_notice(self._progress.line),
         ):
             until = self._until(epochs, updates)
             self._check_private_options(overfit, validate)
@@ -268,13 +268,13 @@ class Trainer(CheckedAttributes):
             done = self.step.counters.updates
             batches = data.first_update(self._epoch, self.step.samples, lambda: self.step.counters.updates > done)
         else:
-            batches = data.epoch(self._epoch, rewind=not self.step.has_pending_samples)
+            batches = data.epoch(self._epoch, rewind=not self.step._has_pending_samples)
         for batch, position in self._stopping.batches(batches, data):
             yield BatchCursor(to_device(batch, self.device), position.inside, position.batches)
 
     def _record_update(self, update: Update, data: ResumableLoader) -> None:
         """Record an update: data position, meters, timer and, every `log_every` updates, a log line."""
-        data.commit(self.step.consumed)
+        data.commit(self.step._consumed)
         self._loss_meter.add(update, self._timer.add(update))
         if (update.index + 1) % self.log_every == 0 and not update.skipped:
             self._write_train_line(data)
@@ -324,7 +324,7 @@ class Trainer(CheckedAttributes):
         """Raise BatchError if the epoch has made no update, unless its samples are carried into the next epoch."""
         if self._loss_meter.has_updates_in_epoch:
             return
-        carried = current_group().all_reduce_scalars(self.step.has_pending_samples)[0]
+        carried = current_group().all_reduce_scalars(self.step._has_pending_samples)[0]
         if self.fast_dev_run or not carried:
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
@@ -423,7 +423,7 @@ class Trainer(CheckedAttributes):
         if not isinstance(fast_dev_run, bool):
             raise ValueError(f"fast_dev_run must be True or False; found {fast_dev_run!r}.")
         position = DataPosition() if self._loader is None else self._loader.committed
-        if fast_dev_run and (self.step.has_pending_samples or position.is_inside_epoch):
+        if fast_dev_run and (self.step._has_pending_samples or position.is_inside_epoch):
             raise ValueError(
                 "a fast_dev_run must start at the beginning of an epoch; found that an earlier call of fit has stopped "
                 "inside one. Make a new step and trainer for it."
@@ -482,7 +482,7 @@ class Trainer(CheckedAttributes):
         states = on_every_rank(lambda: {name: part_state(part) for name, part in parts.items()})
         states |= self._base.model_state()
         own = rank_state(self.step)
-        position = self._loader.state(self.step.consumed)
+        position = self._loader.state(self.step._consumed)
         states["trainer"] = {"epoch": self._epoch, **position, "log": log, "seed": self.seed}
         states["classes"] = class_names(parts)
         states["settings"] = self._settings.state_dict()

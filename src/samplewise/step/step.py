@@ -398,11 +398,6 @@ class Step(CheckedAttributes):
         self._windows.configure(config)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Settings as given, for run.json."""
-        return self.config.settings()
-
-    @property
     def optimizer(self) -> Any:
         self._applier.settle()
         return self._applier.optimizer
@@ -415,7 +410,7 @@ class Step(CheckedAttributes):
     @property
     def counters(self) -> Counters:
         """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
-        for its decision; `started_updates` does not.
+        for its decision.
         """
         self._applier.settle()
         return self._counters
@@ -426,14 +421,14 @@ class Step(CheckedAttributes):
         return self.config.privacy
 
     @property
-    def started_updates(self) -> int:
+    def _started_updates(self) -> int:
         """Number of updates so far; the last one counts until the device has decided to skip it."""
         return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------
 
     @errors_on_all_ranks()
-    def attach_process_group(self) -> None:
+    def _attach_process_group(self) -> None:
         """Attach a process group that was initialized after this step was created, as with parallel="ddp". Call it
         before the first update. No effect with one process or if the step already has a group.
         """
@@ -465,7 +460,7 @@ class Step(CheckedAttributes):
         """State of compilation: "compiled", or the reason why updates are not compiled."""
         return self._updates.status
 
-    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+    def _slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
         """Context manager that passes notices about slow compilation to `notify(line)` instead of printing them.
         `notify` is called from another thread.
         """
@@ -474,32 +469,35 @@ class Step(CheckedAttributes):
     # --- state -----------------------------------------------------------------------------------------------------
 
     @property
-    def has_pending_samples(self) -> bool:
+    def _has_pending_samples(self) -> bool:
         """True if the window holds samples that are not part of an update yet."""
         return self._windows.window.open
 
     @property
-    def has_deferred_samples(self) -> bool:
+    def _has_deferred_samples(self) -> bool:
         """True if the open window holds samples that are not computed yet; `state_dict` does not contain them."""
         return bool(self._windows.window.deferred)
 
     @property
-    def consumed(self) -> int:
+    def _consumed(self) -> int:
         """Number of samples consumed from the current batch; 0 if no partly used batch is left."""
         cursor = self._windows.cursor
         return 0 if cursor is None else cursor.consumed
 
-    def state_dict(self, window: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """State of the step: counters, loss scale, the microbatch size found by "auto", and the open window as gradient
         sums. Samples that are not computed yet are not included: the first of them is number `counters.samples`. Model,
-        optimizer and scheduler have their own state dicts. window=False leaves out the open window: see `window_state`.
+        optimizer and scheduler have their own state dicts. With several ranks, save it between two updates.
         """
+        return self._state_dict(window=True)
+
+    def _state_dict(self, window: bool) -> dict[str, Any]:
+        """State of the step. window=False leaves out the open window: see `_window_state`."""
         windows = self._windows
         if window and windows.ranks.distributed and windows.window.open:
             raise DistributedError(
                 "a step with several ranks must be saved between two updates; found an open window, of which each rank "
-                "holds a part. Save after an update; or save state_dict(window=False), which is equal on all ranks, "
-                "and window_state() on each rank."
+                "holds a part. Save after an update, or use sw.Trainer, whose checkpoints contain the parts."
             )
         return {
             "counters": asdict(self.counters),
@@ -538,13 +536,13 @@ class Step(CheckedAttributes):
         if meter is not None and state is not None:
             meter.load_state_dict(state)
 
-    def window_state(self) -> dict[str, Any]:
+    def _window_state(self) -> dict[str, Any]:
         """State of this rank's part of the open window; only the same rank of the same number of ranks can load it."""
         windows = self._windows
         shares = windows.ranks.window_state(windows.window)
         return {"counters": asdict(self.counters), "shares": shares, "window": windows.state_dict()}
 
-    def load_window_state(self, state: dict[str, Any]) -> None:
+    def _load_window_state(self, state: dict[str, Any]) -> None:
         """Restore this rank's part of the open window. Call it after `load_state_dict`."""
         windows = self._windows
         windows.ranks.check_window_state(state["shares"])
@@ -552,13 +550,13 @@ class Step(CheckedAttributes):
         windows.load_state_dict(state["window"])
         windows.ranks.load_window_state(state["shares"], windows.window)
 
-    def rank_state(self) -> dict[str, Any]:
+    def _rank_state(self) -> dict[str, Any]:
         """State of compilation on this rank, in which ranks may differ: which gradients are compiled, and why others
         are not. Empty without ranks or `compile`: it is part of `state_dict` then.
         """
         return self._updates.rank_state()
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Restore what `rank_state` returned on this rank. Call it after `load_state_dict`."""
+    def _load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restore what `_rank_state` returned on this rank. Call it after `load_state_dict`."""
         if state:
             self._updates.load_rank_state(state)

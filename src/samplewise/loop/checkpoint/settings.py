@@ -125,7 +125,7 @@ class RunSettings:
 def step_settings(step: Step) -> Settings:
     """Return the settings of a step that the script determines."""
     rate = step.optimizer.param_groups[0]["lr"] if isinstance(step.optimizer, FunctionalOptimizer) else None
-    settings = {**step.settings, "loss": loss_name(step.loss_fn), "learning rate": rate}
+    settings = {**step.config.settings(), "loss": loss_name(step.loss_fn), "learning rate": rate}
     settings["threads"] = torch.get_num_threads()  # sums are rounded differently with another number
     return {name: _plain(value) for name, value in settings.items()}
 
