@@ -142,9 +142,9 @@ class Ledger:
             self._open(self._run_directory(), clear=False)
         assert self._parts is not None
         has_samples = self._parts.size == 1 or bool(
-            update.local_samples or update.batch_columns
+            update.local_samples or update._batch_columns
         )  # False: all samples are of other ranks
-        if has_samples and not update.has_columns(*self.keys):
+        if has_samples and not update._has_columns(*self.keys):
             raise LedgerError(
                 "an update must have the ids of all its samples to be recorded; found an update without some of them. "
                 "Call ledger.listen(step) before the first update, and do not add updates that were started earlier."

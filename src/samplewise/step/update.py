@@ -30,10 +30,8 @@ class Outcome:
     scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
 
 
-# Some results have two types, of which one is rare. Their annotations have `| Any` in place of the rare one: type
-# checkers then accept code for the other one as it is.
 class Update:
-    """Results of one parameter update.
+    """Results of one parameter update, made by a `Step`.
 
     index     0, 1, 2, ...; a skipped update has the index of the next update that is applied
     samples   number of samples of the update, over all ranks
@@ -55,7 +53,7 @@ class Update:
               `step.require(columns=...)`, and with these also "epoch"
     """
 
-    __slots__ = ("_outcome", "_parts", "_samples", "_totals", "batch_columns", "hidden", "index", "phases", "updates")
+    __slots__ = ("_batch_columns", "_hidden", "_outcome", "_parts", "_samples", "_totals", "_updates", "index", "phases")
 
     def __init__(
         self,
@@ -69,10 +67,10 @@ class Update:
         hidden: bool = False,  # values of single samples must not be shown: a private update
     ):
         self.index = index
-        self.hidden = hidden
+        self._hidden = hidden
         self._samples = samples
-        self.updates = updates
-        self.batch_columns = batch_columns
+        self._updates = updates
+        self._batch_columns = batch_columns
         self.phases: dict[str, float] = {}
         self._outcome = outcome
         self._parts = parts
@@ -80,7 +78,7 @@ class Update:
 
     @property
     def samples(self) -> int:
-        _check_visible(self.hidden, "update.samples")
+        _check_visible(self._hidden, "update.samples")
         return self._samples
 
     @property
@@ -100,17 +98,17 @@ class Update:
     @property
     def loss(self) -> float:
         self._checked_parts()
-        losses, counts = self.sums()
+        losses, counts = self._sums()
         return float(losses / counts)
 
     @property
     def local_samples(self) -> int:
-        _check_visible(self.hidden, "update.local_samples")
+        _check_visible(self._hidden, "update.local_samples")
         return sum(len(part) for part in self._parts)
 
-    def sums(self) -> tuple[Tensor | float, Tensor | float]:
+    def _sums(self) -> tuple[Tensor | float, Tensor | float]:
         """Σ losses and Σ counts over all ranks, without copying them from the device."""
-        _check_visible(self.hidden, "update.loss")
+        _check_visible(self._hidden, "update.loss")
         if self._totals is not None:
             if self.skipped:
                 return nan, self._totals.samples
@@ -143,10 +141,10 @@ class Update:
 
     @property
     def columns(self) -> dict[str, Tensor | Any]:  # Any: a list, if the values are not numbers
-        return {**columns_of(self.batch_columns), **self.loss_columns}
+        return {**columns_of(self._batch_columns), **self._loss_columns}
 
     @property
-    def loss_columns(self) -> dict[str, Tensor]:
+    def _loss_columns(self) -> dict[str, Tensor]:
         """Columns returned by the loss function, name -> (samples,)."""
         found = [p.columns or {} for p in self._checked_parts()]
         other = next((columns for columns in found if columns.keys() != found[0].keys()), None)
@@ -158,9 +156,9 @@ class Update:
             )
         return {name: cat([columns[name] for columns in found]) for name in found[0]}
 
-    def has_columns(self, *names: str) -> bool:
+    def _has_columns(self, *names: str) -> bool:
         """True if these batch columns were recorded for all samples of the update."""
-        return bool(self.batch_columns) and all(name in each.values for name in names for each in self.batch_columns)
+        return bool(self._batch_columns) and all(name in each.values for name in names for each in self._batch_columns)
 
     @property
     def grad_norm(self) -> float:
@@ -168,13 +166,13 @@ class Update:
 
     def _checked_parts(self) -> list[SampleStats]:
         """The parts; first raises for non-finite values if that check was left on the device."""
-        _check_visible(self.hidden, "update.losses")
+        _check_visible(self._hidden, "update.losses")
         if self._outcome.flag is not None:
             _ = self._outcome.flag.skipped
         return self._parts
 
     def __repr__(self) -> str:
-        if self.hidden:
+        if self._hidden:
             return f"Update({self.index}: private)"
         skipped = ", skipped" if self.skipped else ""
         return f"Update({self.index}: {plural(self.samples, 'sample')}, loss {self.loss:.4g}{skipped})"
@@ -198,7 +196,7 @@ class Totals:
     def add(self, update: Update) -> None:
         self._count_last()
         self._last = update
-        self._hidden |= update.hidden
+        self._hidden |= update._hidden
         self._samples += update._samples
         self.seconds += update.seconds
 
@@ -233,8 +231,8 @@ class Totals:
         self._skipped += skipped
         if skipped:
             return
-        self._updates += update.updates
-        if update.hidden:
+        self._updates += update._updates
+        if update._hidden:
             return
         if update._totals is not None:
             self._loss.add_sum(update._totals.losses, update._totals.counts)
@@ -250,7 +248,7 @@ class Totals:
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
-        made = f"{plural(self.updates, 'update')}{skipped}"
+        made = f"{plural(self._updates, 'update')}{skipped}"
         if self._hidden:
             return f"{made}, private, {self.seconds:.2f} s"
         return f"{made}, {plural(self.samples, 'sample')}, loss {self.loss:.4g}, {self.seconds:.2f} s"
