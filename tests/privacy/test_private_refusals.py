@@ -375,7 +375,8 @@ def test_values_of_updates_are_hidden():
         if hasattr(type(update), name):
             with pytest.raises(PrivacyError, match=r"must not be read with privacy=.*sw.Privacy\(observe=True\)"):
                 getattr(update, name)
-    assert repr(update) == "Update(0: private)"
+    shown = f"index=0, samples=hidden, loss=hidden, grad_norm={update.grad_norm:.4g}, lr={update.lr:.4g}"
+    assert repr(update) == f"Update({shown})"
     assert step.counters.samples == 0 and step.counters.microbatches == 0
     public = {"index", "skipped", "phases", "lr", "grad_norm", "seconds"}
     for name in dir(update):
@@ -392,7 +393,7 @@ def test_observed_values_are_shown():
     for update in step.over(loader):
         if update.samples:
             assert len(update.norms) == len(update.losses) == update.samples and update.loss > 0
-            assert "samples, loss" in repr(update).replace("sample,", "samples,")
+            assert f"samples={update.samples}, loss={update.loss:.4g}" in repr(update)
     assert step.counters.samples > 0
     assert "observed: losses" in repr(step.privacy)
 

@@ -155,7 +155,7 @@ def test_an_overflow_skips_the_update(transforms, sizes):
     assert update.index == 0
     assert update.samples == N
     assert update.grad_norm != update.grad_norm  # NaN
-    assert "skipped" in repr(update)
+    assert repr(update) == f"Update(index=0, samples={N}, skipped=True, lr={update.lr:.4g})"
     assert torch.equal(vector(model), vector(net()))
     assert step.optimizer.state_dict() == optimizer_before
     assert model[1].passes == 0
@@ -214,7 +214,7 @@ def test_totals_of_a_run_with_skipped_updates():
     assert (totals.updates, totals.skipped) == (2, 1)
     assert totals.samples == 3 * N
     assert totals.loss == pytest.approx(losses_of(net(), (X, Y)).mean().item(), rel=1e-2)
-    assert "2 updates, 1 skipped" in repr(totals)
+    assert "Totals(updates=2, skipped=1, " in repr(totals)
 
 
 def test_the_scale_grows_again(monkeypatch):

@@ -546,6 +546,24 @@ def test_totals_of_masked_updates_that_are_skipped(masked):
     assert totals.loss == twin.step.run(data[::2]).loss
 
 
+def test_the_repr_of_a_masked_update_leaves_its_error_to_training(masked):
+    training = masked()
+    (update,) = training.step.over([batch(BAD)])
+    assert repr(update) == f"Update(index=0, samples=8, skipped=True, lr={update.lr:.4g})"
+    with pytest.raises(sw.NonFiniteLossError):
+        training.step.run([batch()])
+    totals = training.step.run([batch(), batch(BAD)])
+    assert repr(totals).startswith("Totals(updates=1, skipped=1, samples=16, loss=")
+    with pytest.raises(sw.NonFiniteLossError):
+        _ = totals.updates
+
+
+def test_the_repr_of_an_update_whose_gradients_are_cleared():
+    training = Training(on_nonfinite="ignore")
+    first, _ = training.step.over([batch(), batch()])
+    assert repr(first) == f"Update(index=0, samples=8, loss={first.loss:.4g}, lr={first.lr:.4g})"
+
+
 def test_a_learning_rate_in_a_tensor_is_restored(masked):
     training = masked(on_nonfinite="skip")
     (group,) = training.optimizer.param_groups

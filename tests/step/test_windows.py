@@ -350,7 +350,8 @@ def test_fields():
         norm = parameters_to_vector(gradient).norm().item()
         assert update.grad_norm == pytest.approx(norm, rel=1e-12)
         assert update.seconds >= 0
-        assert f"Update({k}: {len(window)} samples" in repr(update)
+        shown = f"index={k}, samples={len(window)}, loss={update.loss:.4g}, grad_norm={norm:.4g}, lr=0.1"
+        assert repr(update) == f"Update({shown})"
         model = copy.deepcopy(step.model)
     assert k == 2
 
@@ -831,7 +832,8 @@ def test_one_name_may_be_recorded_without_a_set(record):
     assert update.norms.shape == (len(Y),)
 
 
-def test_one_update_is_written_in_the_singular():
+def test_totals_are_shown():
     _, step = make_step(recheck=False)
-    assert repr(step.run([(X[:1], Y[:1])])).startswith("1 update, 1 sample, loss ")
-    assert repr(step((X, Y))[0]).startswith(f"Update(1: {len(Y)} samples, loss ")
+    totals = step.run([(X[:1], Y[:1]), (X, Y)])
+    shown = f"updates=2, samples={1 + len(Y)}, loss={totals.loss:.4g}, seconds={totals.seconds:.2f}"
+    assert repr(totals) == f"Totals({shown})"

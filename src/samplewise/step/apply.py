@@ -152,7 +152,8 @@ class UpdateApplier:
             self.ranks.strategy.reshard()
         if self.precision.scales:
             self.precision.record_success()
-        return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag, scheduled)
+        norm = self._late_norm() if norms is None else norms.norm
+        return Outcome(False, rates, norm, flag, scheduled, norm_is_known=norms is not None)
 
     def _flag(self, window: Window, norms: GradNorms, others: Sequence[Tensor]) -> SkipFlag:
         """Flag of the update before it is clipped. `others`: values besides the gradients that must be finite."""

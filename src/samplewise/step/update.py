@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from samplewise.core.means import WeightedMean
-from samplewise.core.text import plural
 from samplewise.errors import LossesError, ParameterError, PrivacyError
 from samplewise.step.batch_columns import BatchColumns, columns_of
 from samplewise.step.skip_flag import SchedulerStep, SkipFlag
@@ -28,6 +27,7 @@ class Outcome:
     norm: Callable[[], Tensor]
     flag: SkipFlag | None = None  # set if the device decides whether the update is skipped
     scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
+    norm_is_known: bool = True  # False: the norm is computed from the gradients when it is read
 
 
 class Update:
@@ -53,7 +53,17 @@ class Update:
               `step.require(columns=...)`, and with these also "epoch"
     """
 
-    __slots__ = ("_batch_columns", "_hidden", "_outcome", "_parts", "_samples", "_totals", "_updates", "index", "phases")
+    __slots__ = (
+        "_batch_columns",
+        "_hidden",
+        "_outcome",
+        "_parts",
+        "_samples",
+        "_totals",
+        "_updates",
+        "index",
+        "phases",
+    )
 
     def __init__(
         self,
@@ -171,11 +181,23 @@ class Update:
             _ = self._outcome.flag.skipped
         return self._parts
 
+    @property
+    def _was_skipped(self) -> bool:
+        """As `skipped`, without raising the error of a non-finite value that may not be skipped."""
+        flag = self._outcome.flag
+        return self._outcome.skipped if flag is None else not flag.applied
+
     def __repr__(self) -> str:
-        if self._hidden:
-            return f"Update({self.index}: private)"
-        skipped = ", skipped" if self.skipped else ""
-        return f"Update({self.index}: {plural(self.samples, 'sample')}, loss {self.loss:.4g}{skipped})"
+        # Debuggers call this at any time and on one rank: no collective, and no error that is raised only once.
+        shown = [f"index={self.index}", f"samples={'hidden' if self._hidden else self._samples}"]
+        if self._was_skipped:
+            shown.append("skipped=True")
+        else:
+            shown.append("loss=hidden" if self._hidden else f"loss={self.loss:.4g}")
+            shown += [f"grad_norm={self.grad_norm:.4g}"] if self._outcome.norm_is_known else []
+        rates = self.lr if isinstance(self.lr, tuple) else (self.lr,)
+        lr = ", ".join(f"{rate:.4g}" for rate in rates)
+        return f"Update({', '.join(shown)}, lr={lr if len(rates) == 1 else f'({lr})'})"
 
 
 class Totals:
@@ -219,8 +241,7 @@ class Totals:
     def loss(self) -> float:
         _check_visible(self._hidden, "totals.loss")
         self._count_last()
-        self._add_up()
-        return float(self._loss.quotient()) if self._updates else nan
+        return self._mean_loss()
 
     def _count_last(self) -> None:
         update = self._last
@@ -241,17 +262,25 @@ class Totals:
         if len(self._parts) > self.KEPT:
             self._add_up()
 
+    def _mean_loss(self) -> float:
+        self._add_up()
+        return float(self._loss.quotient()) if self._updates else nan
+
     def _add_up(self) -> None:
         if self._parts:
             self._loss.add_sum(total_loss(self._parts), total_count(self._parts))
             self._parts = []
 
     def __repr__(self) -> str:
-        skipped = f", {self.skipped} skipped" if self.skipped else ""
-        made = f"{plural(self._updates, 'update')}{skipped}"
-        if self._hidden:
-            return f"{made}, private, {self.seconds:.2f} s"
-        return f"{made}, {plural(self.samples, 'sample')}, loss {self.loss:.4g}, {self.seconds:.2f} s"
+        # As for an update, the error of a non-finite value in the last one is not raised here.
+        skipped = self._skipped
+        if self._last is not None and self._last._was_skipped:
+            skipped += 1
+        else:
+            self._count_last()
+        shown = [f"updates={self._updates}", *([f"skipped={skipped}"] if skipped else [])]
+        samples, loss = ("hidden", "hidden") if self._hidden else (self._samples, f"{self._mean_loss():.4g}")
+        return f"Totals({', '.join(shown)}, samples={samples}, loss={loss}, seconds={self.seconds:.2f})"
 
 
 def has_weights(update: Update) -> bool:
