@@ -515,7 +515,7 @@ class Trainer(CheckedAttributes):
 
     def _parts(self) -> dict[str, Any]:
         """Return the objects with a state dict, by their names in a checkpoint."""
-        parts = {
+        parts: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.step.optimizer,
             "step": self.step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -19,8 +19,9 @@ from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
 from samplewise.parallel.ddp import inner
+from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.group import current_group, errors_on_all_ranks
-from samplewise.parallel.strategy import Parallel, join_ranks
+from samplewise.parallel.strategy import join_ranks
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
@@ -28,11 +29,20 @@ from samplewise.step.apply import UpdateApplier
 from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.updates import CompiledUpdates
-from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_privacy, check_scheduler
+from samplewise.step.config import (
+    Scheduler,
+    StepConfig,
+    Tail,
+    as_microbatch,
+    as_record,
+    check_order,
+    check_privacy,
+    check_scheduler,
+)
 from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
-from samplewise.step.functional_optim import Rule, as_optimizer
+from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
 from samplewise.step.microbatch import Auto, MicrobatchSize
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.update import Totals, Update
@@ -116,19 +126,19 @@ class Step(CheckedAttributes):
         optimizer: torch.optim.Optimizer | Rule,
         loss_fn: Callable[..., Any],
         samples: int | None = None,
-        microbatch: int | str | Auto | None = None,
+        microbatch: int | Literal["auto"] | Auto | None = None,
         transforms: Transforms = (),
         *,
-        tail: str = "update",
-        scheduler: Any = None,
+        tail: Literal["update", "drop", "carry"] = "update",
+        scheduler: Scheduler | None = None,
         max_grad_norm: float | None = None,
-        on_nonfinite: str | None = None,
-        recheck: int | bool | None = None,
-        precision: str | None = None,
-        compile: bool | str = False,
-        parallel: Parallel = None,
-        record: str | Collection[str] = (),
-        interacting: str = "refuse",
+        on_nonfinite: Literal["raise", "skip", "ignore"] | None = None,
+        recheck: int | Literal[False] | None = None,
+        precision: Literal["32", "bf16-mixed", "16-mixed"] | None = None,
+        compile: bool | Literal["auto"] = False,
+        parallel: Literal["ddp", "fsdp"] | FSDPConfig | None = None,
+        record: Literal["norms"] | Collection[Literal["norms"]] = (),
+        interacting: Literal["refuse", "allow"] = "refuse",
         privacy: Privacy | None = None,
     ):
         check_order(model, optimizer, loss_fn)
@@ -345,12 +355,12 @@ class Step(CheckedAttributes):
         self._configure(samples=samples)
 
     @property
-    def tail(self) -> str:
+    def tail(self) -> Tail:
         """Handling of samples at the end of a loader that are too few for an update."""
         return self.config.tail
 
     @tail.setter
-    def tail(self, tail: str) -> None:
+    def tail(self, tail: Tail) -> None:
         self._configure(tail=tail)
 
     @property
@@ -398,12 +408,12 @@ class Step(CheckedAttributes):
         self._windows.configure(config)
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> torch.optim.Optimizer | FunctionalOptimizer:
         self._applier.settle()
         return self._applier.optimizer
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> Scheduler | None:
         self._applier.settle()
         return self._applier.scheduler
 
@@ -416,7 +426,7 @@ class Step(CheckedAttributes):
         return self._counters
 
     @property
-    def privacy(self) -> PrivacyMeter | Any:  # Any: None, which users would have to exclude before every call
+    def privacy(self) -> PrivacyMeter | None:
         """Privacy of the step: `spent()`, `left`, `open(directory)`; None without privacy=."""
         return self.config.privacy
 

@@ -50,7 +50,7 @@ class Update:
     local_samples
               number of samples on this rank: losses, norms, weights and columns have that many rows
     columns   name -> (samples,) columns returned by the loss function; columns of the batches under the keys of
-              `step.require(columns=...)`, and with these also "epoch"
+              `step.require(columns=...)`, and with these also "epoch". A list if the values are not numbers
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Update:
         return sum(self.phases.values())
 
     @property
-    def lr(self) -> float | Any:  # Any: tuple[float, ...]
+    def lr(self) -> float | tuple[float, ...]:
         rates = tuple(map(float, self._outcome.lr))
         return rates[0] if len(set(rates)) == 1 else rates
 
@@ -145,12 +145,12 @@ class Update:
         return cat(norms)
 
     @property
-    def weights(self) -> Tensor | Any:  # Any: dict[str, Tensor]
+    def weights(self) -> Tensor | dict[str, Tensor]:
         parts = self._checked_parts()
         return cat_values([torch.ones_like(p.losses) if p.coefficients is None else p.coefficients for p in parts])
 
     @property
-    def columns(self) -> dict[str, Tensor | Any]:  # Any: a list, if the values are not numbers
+    def columns(self) -> dict[str, Tensor | list[Any]]:
         return {**columns_of(self._batch_columns), **self._loss_columns}
 
     @property
