@@ -164,7 +164,9 @@ def unequal():
     if current_group().rank == 1:
         model[0].register_forward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.Step(model, optimizer, losses, 4, 1, parallel=parallel, recheck=False, compile=True, on_nonfinite="skip")
+    step = sw.Step(
+        model, optimizer, losses, 4, microbatch=1, parallel=parallel, recheck=False, compile=True, on_nonfinite="skip"
+    )
     with interpreted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = updates_of(step, model, 4)

@@ -229,7 +229,7 @@ def skipping(transforms, microbatch, where):
         torch.optim.SGD(model.parameters(), lr=0.1),
         losses,
         6,
-        microbatch,
+        microbatch=microbatch,
         transforms=[sw.clip(0.5)] if transforms else (),
         on_nonfinite="skip",
         parallel=parallel,
