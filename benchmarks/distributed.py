@@ -47,13 +47,13 @@ class Contest:
         return update
 
     def step(self, *transforms: object) -> Update:
-        step = sw.Step(*self.fresh(), self.loss_fn, transforms=transforms, audit=False)
+        step = sw.Step(*self.fresh(), self.loss_fn, transforms=transforms, recheck=False)
         return lambda: step((self.work.inputs, self.work.targets))
 
     def sharded(self, *transforms: object) -> Update:
         model = copy.deepcopy(self.work.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        step = sw.Step(model, optimizer, self.loss_fn, transforms=transforms, audit=False, strategy="fsdp")
+        step = sw.Step(model, optimizer, self.loss_fn, transforms=transforms, recheck=False, parallel="fsdp")
         return lambda: step((self.work.inputs, self.work.targets))
 
     def entries(self) -> dict[str, Update]:

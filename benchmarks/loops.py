@@ -114,7 +114,7 @@ class Samplewise(Library):
             job.look(index)
             return F.cross_entropy(model(x), y, reduction="none")
 
-        step = sw.Step(job.model, job.optimizer, loss_fn, samples=4 * job.accumulate, audit=False)
+        step = sw.Step(job.model, job.optimizer, loss_fn, samples=4 * job.accumulate, recheck=False)
         trainer = sw.Trainer(step, job.directory, [ModelCheckpoint(every="1up")], progress=False)
         trainer.fit(job.loader, epochs=job.epochs, resume=job.resume)
 

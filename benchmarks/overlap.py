@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.distributed import collectives
-from samplewise.distributed.overlap import Overlap
+from samplewise.parallel import collectives
+from samplewise.parallel.overlap import Overlap
 
 Update = Callable[[], object]
 Batch = tuple[Tensor, Tensor]
@@ -79,14 +79,14 @@ class Contest:
     def step(self, *transforms: object) -> Update:
         model = copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        step = sw.Step(model, optimizer, loss_fn, transforms=transforms, audit=False, strategy="ddp")
+        step = sw.Step(model, optimizer, loss_fn, transforms=transforms, recheck=False, parallel="ddp")
         return lambda: step(self.batch)
 
     def local_clip(self) -> Update:
         model = copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         with alone():
-            step = sw.Step(model, optimizer, loss_fn, transforms=[sw.clip(CLIP)], audit=False)
+            step = sw.Step(model, optimizer, loss_fn, transforms=[sw.clip(CLIP)], recheck=False)
 
         def update() -> None:
             with alone():

@@ -148,7 +148,7 @@ def pieces() -> tuple[list[int], list[int], list[int]]:
         micro.append(len(batch[0]))
         return model(batch[0]).sum(1)
 
-    step = sw.Step(nn.Linear(3, 1), sw.sgd(0.1), loss_fn, samples=20, microbatch=8, audit=False)
+    step = sw.Step(nn.Linear(3, 1), sw.sgd(0.1), loss_fn, samples=20, microbatch=8, recheck=False)
     windows = [update.samples for update in step.over(loader)]
     batches = [len(x) for x, _ in loader]
     assert sum(batches) == sum(windows) == sum(micro) == 50

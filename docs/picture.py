@@ -58,7 +58,7 @@ def relative_times(x: Tensor, y: Tensor) -> dict[str, float]:
     large = net(1024, 2)
 
     def update(model: nn.Module, **options: Any) -> Callable[[], Any]:
-        step = sw.Step(copy.deepcopy(model), sw.sgd(1e-3), loss_fn, audit=False, **options)
+        step = sw.Step(copy.deepcopy(model), sw.sgd(1e-3), loss_fn, recheck=False, **options)
         return lambda: step(batch)
 
     updates = {

@@ -2,7 +2,7 @@
 
     python docs/scaling.py
 
-The messages are listed one by one; tests/distributed/test_scaling.py compares them with the traffic of two ranks. Times
+The messages are listed one by one; tests/parallel/test_scaling.py compares them with the traffic of two ranks. Times
 and memory are computed from them with the formulas below, not measured.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samplewise.distributed import collectives
+from samplewise.parallel import collectives
 
 Message = tuple[str, int]  # the collective, and the bytes that one rank passes to it
 
@@ -283,9 +283,9 @@ def memory_table() -> str:
     rows = ["| | " + " | ".join(f"{size}" for size in SIZES) + " |", "|---" * (len(SIZES) + 1) + "|"]
     for case in CASES:
         name = case.name.partition(",")[0]
-        for strategy, sharded in (("ddp", False), ("fsdp", True)):
+        for parallel, sharded in (("ddp", False), ("fsdp", True)):
             cells = [_size(sum(memory(case.model, size, sharded).values())) for size in SIZES]
-            rows.append(f"| {name}, {strategy} | " + " | ".join(cells) + " |")
+            rows.append(f"| {name}, {parallel} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

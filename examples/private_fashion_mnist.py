@@ -103,6 +103,7 @@ def train(model, data, settings, privacy):
     scheduler = LambdaLR(optimizer, lambda update: min(1, (settings.updates - update) / falling))
     step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), scheduler=scheduler, privacy=privacy)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.average))
+    assert step.privacy is not None  # for type checkers: the step has privacy=
     while step.privacy.left:
         for _ in step.over(loader):  # one pass: 1 / sample_rate updates
             averaged.update_parameters(model)  # needs no further privacy: it uses what is already released

@@ -80,7 +80,7 @@ def interpreted(monkeypatch):
 # graphs, imports of the examples. Each group runs in one worker. The groups run first, because they take longest: at
 # the end no worker is idle for long.
 GROUPS = {
-    "tests/distributed/": "ranks",
+    "tests/parallel/": "ranks",
     "tests/accelerator/": "accelerator",
     "tests/step/test_compiled": "compiled",
     "tests/loop/test_compiled": "compiled",

@@ -24,6 +24,7 @@ MODULES = (
     "samplewise.diagnostics",
     "samplewise.integrations.loggers",
     "samplewise.loop.callbacks",
+    "samplewise.parallel",
     "samplewise.testing",
 )
 # Modules whose import takes seconds, because they import a framework.
@@ -31,6 +32,19 @@ FRAMEWORKS = (
     "samplewise.integrations.huggingface",
     "samplewise.integrations.keras",
     "samplewise.integrations.lightning",
+)
+# Results: the library makes them, and users only read them.
+RESULTS = (
+    "BackwardResult",
+    "EKFAC",
+    "Gradients",
+    "Hessian",
+    "LDS",
+    "Noise",
+    "Removal",
+    "Similarity",
+    "Suspects",
+    "Update",
 )
 WIDTH = 120
 SPECIAL = ("__call__", "__getitem__", "__iter__", "__len__", "__enter__")  # special methods that users rely on
@@ -67,7 +81,7 @@ def entry(name: str, value: Any, module: str) -> Iterator[str]:
 def class_lines(name: str, kind: type) -> list[str]:
     bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
     end = f": {bases}" if bases else ""
-    if issubclass(kind, BaseException):
+    if issubclass(kind, BaseException) or name in RESULTS:
         return [f"class {name}{end}"]
     return call(f"class {name}", arguments(kind), end)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ENGINE = Path(__file__).parents[1] / "src" / "samplewise" / "engine"
-ALLOWED = ("torch", "samplewise.errors", "samplewise.core", "samplewise.distributed", "samplewise.engine")
+ALLOWED = ("torch", "samplewise.errors", "samplewise.core", "samplewise.parallel", "samplewise.engine")
 
 
 def _imported(path: Path):
@@ -91,6 +91,7 @@ assert Step is samplewise.Step and pickle.loads(pickle.dumps(samplewise.Step)) i
 assert before is samplewise.check is check is sys.modules["samplewise.check"].check
 assert samplewise.callbacks is callbacks is samplewise.loop.callbacks
 assert samplewise.attribution.trak is trak
+assert samplewise.parallel is parallel and callable(parallel.fsdp) and callable(parallel.join)
 assert sorted(name for name in vars(samplewise.exports) if not name.startswith("_")) == samplewise.__all__
 try:
     samplewise.Steps

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samplewise.core.means import WeightedMean
-from samplewise.distributed.group import SINGLE_PROCESS
+from samplewise.parallel.group import SINGLE_PROCESS
 
 
 def test_the_mean_is_a_quotient_of_sums():

@@ -182,7 +182,7 @@ def test_steps(setting, clip):
     rows = rows_by_loop(loss(model, x), model)
     transforms = [] if clip is None else [sw.clip(clip)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step = sw.Step(model, optimizer, loss, transforms=transforms, compile=compile, audit=False)
+    step = sw.Step(model, optimizer, loss, transforms=transforms, compile=compile, recheck=False)
     (update,) = step(x)
     assert len(update.losses) == B
     norms = flat(rows).norm(dim=1)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samplewise.core.modes import check_modes
-from samplewise.distributed.ddp import is_replica, refuse_static_graph
 from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor
 from samplewise.engine.gradients import Gradients, WantedParameters, accumulate, gradients_of_samples, wanted_parameters
@@ -28,6 +27,7 @@ from samplewise.errors import (
     TransformError,
 )
 from samplewise.framework_pass import FrameworkPass
+from samplewise.parallel.ddp import is_replica, refuse_static_graph
 from samplewise.transforms.chain import Chain, Transforms, as_chain
 from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from samplewise.core.progress import with_progress
-from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.independence import storage_of
+from samplewise.parallel.group import current_group, on_every_rank
 
 Checkpoint = tuple[Mapping[str, Any], float]  # (state_dict of the model, learning rate at that time)
 Result = TypeVar("Result")

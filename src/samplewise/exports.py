@@ -1,5 +1,6 @@
 """Public names of samplewise, imported from the modules that define them; `samplewise.__all__` lists them."""
 
+from samplewise import parallel as parallel
 from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
@@ -18,8 +19,6 @@ from samplewise.diagnostics.noise import noise_scale as noise_scale
 from samplewise.diagnostics.noise import signal_to_noise as signal_to_noise
 from samplewise.diagnostics.similarity import similarity as similarity
 from samplewise.diagnostics.suspects import suspects as suspects
-from samplewise.distributed.fsdp import fsdp as fsdp
-from samplewise.distributed.launch import join_process_group as join_process_group
 from samplewise.engine.gradients import Gradients as Gradients
 from samplewise.engine.gradients import gradients as gradients
 from samplewise.engine.inputs import input_gradients as input_gradients
@@ -47,7 +46,7 @@ from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
-from samplewise.loop.data.sharding import sharded as sharded
+from samplewise.loop.data.sharding import already_sharded as already_sharded
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy

@@ -274,7 +274,7 @@ WRONG = {
 
 def error_of(make, device, fused, options):
     """Type and message of the error of the second update, which must not change parameters or counters."""
-    step = make_step(device=torch.device(device), fused=fused, **{"audit": False, **options})
+    step = make_step(device=torch.device(device), fused=fused, **{"recheck": False, **options})
     first = {} if "transforms" not in options else {"transforms": step.transforms}
     step.transforms = ()
     step.run([batch(device=device)])
@@ -395,7 +395,7 @@ def test_a_skipped_first_update_creates_no_state():
     """The fused kernel of SGD leaves the momentum that it creates without values."""
     model = net()
     optimizer = momentum(model)
-    step = sw.Step(model, optimizer, classified, on_nonfinite="skip", audit=False)
+    step = sw.Step(model, optimizer, classified, on_nonfinite="skip", recheck=False)
     step.run([bad_batch(DEVICE)])
     assert optimizer.state
     assert step.counters.skipped == 1
@@ -403,7 +403,7 @@ def test_a_skipped_first_update_creates_no_state():
 
 
 def test_settings_changed_by_hand_outlast_a_skipped_update():
-    step = make_step(on_nonfinite="skip", audit=False)
+    step = make_step(on_nonfinite="skip", recheck=False)
     optimizer, scheduler = step.optimizer, step.scheduler
     step.run([bad_batch(DEVICE)])
     assert optimizer.param_groups[0]["lr"] == 0.01 * 0.9
@@ -421,7 +421,7 @@ def test_a_rate_in_a_tensor_is_restored():
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    step = sw.Step(model, optimizer, classified, scheduler=scheduler, on_nonfinite="skip", audit=False)
+    step = sw.Step(model, optimizer, classified, scheduler=scheduler, on_nonfinite="skip", recheck=False)
     step.run([bad_batch(DEVICE)])
     assert optimizer.param_groups[0]["lr"].item() == 0.25
     assert step.counters.skipped == 1
@@ -441,7 +441,7 @@ class Halving:
 def test_the_host_decides_if_the_scheduler_cannot_be_undone():
     model = net()
     optimizer = momentum(model)
-    step = sw.Step(model, optimizer, classified, scheduler=Halving(optimizer), on_nonfinite="skip", audit=False)
+    step = sw.Step(model, optimizer, classified, scheduler=Halving(optimizer), on_nonfinite="skip", recheck=False)
     step.run([bad_batch(DEVICE), batch()])
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert (step.counters.updates, step.counters.skipped) == (1, 1)
@@ -449,13 +449,13 @@ def test_the_host_decides_if_the_scheduler_cannot_be_undone():
 
 def test_a_norm_that_overflows_is_not_clipped_to_zero():
     model = linear(DEVICE)
-    step = sw.Step(model, momentum(model), lambda m, b: m(b["x"])[:, 0] * 1e25, max_grad_norm=1.0, audit=False)
+    step = sw.Step(model, momentum(model), lambda m, b: m(b["x"])[:, 0] * 1e25, max_grad_norm=1.0, recheck=False)
     with pytest.raises(sw.NonFiniteGradientError, match="in the norm of the update's gradient, whose squares overflow"):
         _ = step(batch())[0].loss
 
 
 def test_an_error_is_raised_once():
-    step = make_step(audit=False)
+    step = make_step(recheck=False)
     (update,) = step.over([bad_batch(DEVICE)])
     assert "Sequential" in repr(step)
     with pytest.raises(sw.NonFiniteLossError):
@@ -469,7 +469,7 @@ def test_an_error_is_raised_once():
 
 
 def test_copies_of_a_step_whose_last_update_is_undecided():
-    step = make_step(on_nonfinite="skip", audit=False)
+    step = make_step(on_nonfinite="skip", recheck=False)
     step.run([batch(), bad_batch(DEVICE)])
     twin = copy.deepcopy(step)
     for each in (twin, step):

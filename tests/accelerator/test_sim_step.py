@@ -50,7 +50,7 @@ SETTINGS = {
     "automatic microbatches": dict(microbatch="auto"),
     "small memory": dict(microbatch=sw.auto(memory=900)),
     "skip": dict(on_nonfinite="skip"),
-    "audit": dict(audit=1),
+    "recheck": dict(recheck=1),
     "record": dict(record="norms"),
     "clipped sum": dict(max_grad_norm=0.1),
     "carry": dict(samples=8, tail="carry"),

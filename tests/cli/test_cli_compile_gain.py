@@ -76,7 +76,7 @@ def test_an_update_that_cannot_be_compiled_is_measured_eager(monkeypatch):
 
     def make_step(samples, compile):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Step(model, optimizer, nn.CrossEntropyLoss(), samples=samples, audit=False)  # never compiled
+        return Step(model, optimizer, nn.CrossEntropyLoss(), samples=samples, recheck=False)  # never compiled
 
     gains = measure_compile_gain(make_step, batch, 4)
     assert [(gain.compiled, gain.reason) for gain in gains] == [(None, "compile=False")] * 2

@@ -316,7 +316,7 @@ def test_suspects_of_a_ledger(tmp_path):
     model, x, y = make()
     ledger = sw.Ledger(tmp_path)
     batches = [{"x": x, "y": y, "id": torch.arange(len(y))}, {"x": x * math.nan, "y": y, "id": torch.arange(len(y))}]
-    step = sw.Step(model, sw.sgd(0.1), lambda m, b: loss_fn(m, (b["x"], b["y"])), on_nonfinite="skip", audit=False)
+    step = sw.Step(model, sw.sgd(0.1), lambda m, b: loss_fn(m, (b["x"], b["y"])), on_nonfinite="skip", recheck=False)
     ledger.listen(step)
     losses = [(update.losses, ledger.add(update))[0] for update in step.over(batches)]
     ledger.flush()

@@ -291,7 +291,11 @@ def test_updates_and_sw_backward_with_clipping(change, change_of):
         torch.testing.assert_close(p.grad, torch.tensordot(weights, rows[name], 1))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step = sw.Step(
-        model, torch.optim.SGD(model.parameters(), 1.0), loss, transforms=[sw.clip(float(norms.median()))], audit=False
+        model,
+        torch.optim.SGD(model.parameters(), 1.0),
+        loss,
+        transforms=[sw.clip(float(norms.median()))],
+        recheck=False,
     )
     step(x)
     for name, p in model.named_parameters():
@@ -307,7 +311,7 @@ def test_windows_that_are_summed_in_a_second_pass_are_refused():
         samples=B,
         microbatch=B // 2,
         transforms=[sw.drop(1)],
-        audit=False,
+        recheck=False,
     )
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(sw.GraphError, match=NOT_LINEAR):

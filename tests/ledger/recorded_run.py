@@ -37,7 +37,13 @@ def trainer(directory, callbacks=(), every="3up", **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
     step = sw.Step(
-        model, torch.optim.AdamW(model.parameters(), lr=0.01), loss_fn, samples=9, microbatch=4, audit=False, **options
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        loss_fn,
+        samples=9,
+        microbatch=4,
+        recheck=False,
+        **options,
     )
     callbacks = [sw.Ledger(every=20), *callbacks, ModelCheckpoint(every=every)]
     return sw.Trainer(step, directory, callbacks, progress=False, seed=3, device="cpu")

@@ -62,7 +62,7 @@ def test_a_criterion_ignores_the_id():
 def test_ids_index_a_tensor_of_weights():
     model, weights = nn.Linear(4, 3), torch.rand(10)
     transform = sw.weight(weights, index="id")
-    step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=5, transforms=[transform], audit=False)
+    step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=5, transforms=[transform], recheck=False)
     updates = list(step.over(DataLoader(sw.Indexed(TensorDataset(X, Y)), batch_size=4)))
     assert torch.equal(torch.cat([update.weights for update in updates]), weights)
 

@@ -34,7 +34,7 @@ def model_():
 
 
 def step_(loss=losses_of, **options):
-    return sw.Step(model_(), sw.sgd(0.3), loss, **{"audit": False, **options})
+    return sw.Step(model_(), sw.sgd(0.3), loss, **{"recheck": False, **options})
 
 
 def loader(batch_size=8, **options):
@@ -223,7 +223,7 @@ def test_a_criterion_gives_label_prediction_and_margin(tmp_path, samples, microb
 
 
 def test_a_criterion_makes_no_second_forward_pass(tmp_path):
-    step, calls = criterion_step(samples=11, audit=False), []
+    step, calls = criterion_step(samples=11, recheck=False), []
     step.model.register_forward_hook(lambda *_: calls.append(1))
     recorded(tmp_path, step, double_loader(11), epochs=1)
     assert len(calls) == 2
@@ -253,7 +253,7 @@ def test_own_columns_take_the_place_of_those_of_the_criterion(tmp_path):
 )
 def test_no_predictions_without_one_class_index_per_sample(tmp_path, criterion, shape, target):
     model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, shape))
-    step = sw.Step(model, sw.sgd(0.1), criterion, audit=False)
+    step = sw.Step(model, sw.sgd(0.1), criterion, recheck=False)
     data = DataLoader(sw.Indexed(TensorDataset(X, target)), batch_size=11)
     assert not {"label", "prediction", "margin"} & set(recorded(tmp_path, step, data, epochs=1))
 
@@ -296,7 +296,7 @@ def test_a_window_that_is_resumed_keeps_its_columns():
 def test_compiled_updates_of_a_criterion_have_predictions(tmp_path, samples, backend, request):
     if backend == "interpreted":
         request.getfixturevalue("interpreted")
-    step = criterion_step(samples=samples, compile=True, audit=False)
+    step = criterion_step(samples=samples, compile=True, recheck=False)
     found = recorded(tmp_path, step, double_loader(N - 2), epochs=2)
     assert step.compiled == "compiled"
     assert_predicted(found, predicted_by_hand(samples), 1e-7)

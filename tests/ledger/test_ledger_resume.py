@@ -105,7 +105,7 @@ def test_resumed_in_the_middle_of_a_window(whole, tmp_path):
     left = torch.utils.data.DataLoader(Leaving(data.dataset), batch_size=8, shuffle=True)
     first = trainer(tmp_path)
     first.fit(left, epochs=EPOCHS)
-    assert first.step.has_pending_samples and first.step.counters.samples == 8  # of 9
+    assert first.step._has_pending_samples and first.step.counters.samples == 8  # of 9
     trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
     assert sw.samples(tmp_path).equals(whole)
 

@@ -99,7 +99,7 @@ def main(directory: Path, kind: str, pause: float, kill: int) -> None:
         microbatch=4,
         scheduler=scheduler,
         transforms=[sw.clip(1.0)],
-        audit=False,
+        recheck=False,
         compile=kind == "compiled",
     )
     others = [SecondModel(), Evaluation(Augmented()), Hooks(stays=kind != "compiled")]

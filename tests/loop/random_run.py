@@ -52,7 +52,7 @@ def settings(seed):
         "scheduler": sometimes(),
         "max_grad_norm": draw.choice([None, None, 0.5]),
         "microbatch": draw.choice([None, 1, 3, 4, *BUDGETS.get(model, ())]),
-        "audit": draw.choice([None, 3]) if private else draw.choice([None, False, 3]),
+        "recheck": draw.choice([None, 3]) if private else draw.choice([None, False, 3]),
         "checkpoint": draw.choice(["1up", "2up", "5up", "1ep"]),
         "metrics": sometimes(0.8),
         "validate": sometimes(0.8),
@@ -179,7 +179,7 @@ def make_step(chosen, dtype):
     options = {
         "microbatch": sw.auto(size) if size is not None and size > 100 else size,
         "max_grad_norm": chosen["max_grad_norm"],
-        "audit": chosen["audit"],
+        "recheck": chosen["recheck"],
         "scheduler": scheduler,
         "transforms": TRANSFORMS[chosen["transforms"]](),
     }

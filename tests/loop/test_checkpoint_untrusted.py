@@ -76,7 +76,7 @@ def test_only_messages_between_ranks_are_pickled():
                 users.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.Name) and node.id in ("FileSystemReader", "FileSystemWriter"):
                 users.add(path.relative_to(SOURCE).as_posix())
-    assert users == {"distributed/collectives.py"}
+    assert users == {"parallel/collectives.py"}
 
 
 def old_format(run):

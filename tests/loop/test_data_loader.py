@@ -641,7 +641,7 @@ def trainer(run=None, callbacks=(), samples=9, loss_fn=loss_fn, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = sw.Step(model, optimizer, loss_fn, samples=samples, microbatch=4, audit=False, **options)
+    step = sw.Step(model, optimizer, loss_fn, samples=samples, microbatch=4, recheck=False, **options)
     return sw.Trainer(step, run, callbacks, progress=False, device="cpu")
 
 

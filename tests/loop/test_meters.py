@@ -30,7 +30,7 @@ def test_a_window_that_was_given_up_costs_the_next_one_nothing(monkeypatch):
     ticks = iter(range(1000))
     for module in (forward, window_builder, apply):
         monkeypatch.setattr(module, "perf_counter", lambda: next(ticks))
-    training = sw.Step(nn.Linear(X.shape[1], 3), sw.sgd(0.1), nn.CrossEntropyLoss(), audit=False)
+    training = sw.Step(nn.Linear(X.shape[1], 3), sw.sgd(0.1), nn.CrossEntropyLoss(), recheck=False)
     good, bad = (X[:4].float(), Y[:4]), (X[:4].float() * torch.nan, Y[:4])
     (first,) = training(good)
     with pytest.raises(sw.NonFiniteLossError):
@@ -127,7 +127,7 @@ def notes(run):
 def test_samples_per_second_include_loading(tmp_path, monkeypatch, capsys):
     clock = Clock(monkeypatch, loading=3.0, computing=1.0)
     make(tmp_path, loss=clock.loss_fn, log_every=2, progress=True).fit(clock.batches(6), updates=6)
-    assert speeds(tmp_path)[1:] == [(10 / 4.0, 10 / 1.0)] * 2  # in the first line, the audit computes a batch again
+    assert speeds(tmp_path)[1:] == [(10 / 4.0, 10 / 1.0)] * 2  # in the first line, the recheck computes a batch again
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch 1  update ")]
     assert shown[1].endswith(f"{10 / 4.0:.0f} samples/s") and shown[2].endswith(f"{10 / 4.0:.0f} samples/s")
 
@@ -161,7 +161,7 @@ def test_a_note_if_most_of_the_time_is_spent_waiting_for_the_loader(tmp_path, mo
     clock = Clock(monkeypatch, loading=3.0, computing=1.0)
     make(tmp_path, loss=clock.loss_fn, log_every=2, progress=True).fit(clock.batches(9), updates=9)
     (note,) = notes(tmp_path)
-    # At the first line, after two updates and the audit: the first batch, in which workers start, is not counted.
+    # At the first line, after two updates and the recheck: the first batch, in which workers start, is not counted.
     assert note == (
         "Loading takes 60% of the time: 3.0 of 5.0 s were spent waiting for batches. Prepare batches in other "
         "processes, as a DataLoader with num_workers does; or keep prepared samples in memory or in a file."

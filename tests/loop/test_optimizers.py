@@ -56,7 +56,7 @@ class Hard(nn.Module):
         self.own = state["own"]
 
     def forward(self, x):
-        self.own += self.training  # the audit of the first update looks in eval mode
+        self.own += self.training  # the recheck of the first update looks in eval mode
         return self.head(self.drop(self.b(torch.tanh(self.a(x * self.mask)))))
 
 

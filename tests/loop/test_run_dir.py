@@ -167,8 +167,8 @@ def test_reprs_say_what_they_are(tmp_path):
         "Step(Linear, GradientDescent, CrossEntropyLoss, microbatch=4, transforms=chain(clip(1.0), noise(0.1)))"
     )
     [update] = step((X[:4], Y[:4]))
-    assert repr(update).startswith("Update(0: 4 samples, loss ")
-    assert repr(step.run([(X[:1], Y[:1])])).startswith("1 update, 1 sample, loss ")
+    assert repr(update).startswith("Update(index=0, samples=4, loss=")
+    assert repr(step.run([(X[:1], Y[:1])])).startswith("Totals(updates=1, samples=1, loss=")
     assert repr(sw.Ledger()) == "Ledger(the run directory of the trainer, columns id, 0 unwritten rows)"
     ledger = sw.Ledger(tmp_path / "mine", id=2, columns={"label": 1})
     assert repr(ledger) == f"Ledger('{tmp_path}/mine', columns label=1, id=2, 0 unwritten rows)"

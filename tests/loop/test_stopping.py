@@ -15,7 +15,7 @@ from samplewise.loop.stopping import Duration, SingleProcessStop, stop_controlle
 
 def controller(deferred=False):
     counters = SimpleNamespace(updates=3)
-    step = SimpleNamespace(has_deferred_samples=deferred, consumed=0, counters=counters, started_updates=3)
+    step = SimpleNamespace(_has_deferred_samples=deferred, _consumed=0, counters=counters, _started_updates=3)
     return stop_controller(step)
 
 

@@ -242,7 +242,7 @@ class NanNow:
 
 def test_nan_is_shown_as_nan_and_skipped_updates_are_counted(tmp_path, capsys):
     model = nn.Linear(6, 3)
-    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), NanNow(), on_nonfinite="skip", audit=False)
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), NanNow(), on_nonfinite="skip", recheck=False)
     trainer = sw.Trainer(step, tmp_path, [LRMonitor(every=1)], log_every=1, device="cpu")
     trainer.fit(loader(), validate=[(X * float("nan"), Y)], epochs=1)
     lines = log(tmp_path)
@@ -460,7 +460,7 @@ def test_a_fast_dev_run(tmp_path, monkeypatch, samples, used, given, tail):
     assert (trainer.step.samples, trainer.step.tail) == (samples, tail)
     assert seen.kinds[-3:] == ["epoch", "validation", "end"]
     assert list(tmp_path.iterdir()) == []
-    assert not trainer.fast_dev_run and not trainer.step.has_pending_samples
+    assert not trainer.fast_dev_run and not trainer.step._has_pending_samples
 
 
 @pytest.mark.parametrize("samples", [3, 10, None])
@@ -583,10 +583,13 @@ def test_arguments_that_belong_elsewhere(name):
 def test_sharded_loaders_in_one_process():
     """The mark changes nothing."""
     marked, plain = make(), make()
-    marked.fit(sw.sharded(loader(shuffle=True)), validate=sw.sharded(loader()), epochs=2)
+    marked.fit(sw.already_sharded(loader(shuffle=True)), validate=sw.already_sharded(loader()), epochs=2)
     plain.fit(loader(shuffle=True), validate=loader(), epochs=2)
     assert torch.equal(parameters(marked), parameters(plain))
     batches = [(X, Y)]
-    assert marked.evaluate(sw.sharded(batches)) == marked.evaluate(batches)
-    assert torch.equal(marked.predict(sw.sharded(batches)), marked.predict(batches))
-    assert sw.sharded(sw.sharded(batches)).loader is batches and list(sw.sharded(batches)) == batches
+    assert marked.evaluate(sw.already_sharded(batches)) == marked.evaluate(batches)
+    assert torch.equal(marked.predict(sw.already_sharded(batches)), marked.predict(batches))
+    assert (
+        sw.already_sharded(sw.already_sharded(batches)).loader is batches
+        and list(sw.already_sharded(batches)) == batches
+    )

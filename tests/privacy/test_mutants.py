@@ -2,7 +2,7 @@
 
 no clip                       test_update_identity, test_leaving_out_a_sample
 noise / √2                    test_update_identity, test_the_distribution_of_updates
-noise / number of ranks       test_one_noise_per_update of distributed/test_private_ranks.py, which has this mutant
+noise / number of ranks       test_one_noise_per_update of parallel/test_private_ranks.py, which has this mutant
 division by the actual count  test_update_identity
 shuffling, not Poisson        test_update_identity, test_the_distribution_of_draws
 noise reused                  test_update_identity, test_the_distribution_of_updates
@@ -146,7 +146,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("mutant", "check"), MUTANTS, ids=[f"{m.__name__}-{c.__name__}" for m, c in MUTANTS])
 def test_mutants_are_killed(mutant, check, monkeypatch):
-    """noise / number of ranks is in distributed/test_private_ranks.py."""
+    """noise / number of ranks is in parallel/test_private_ranks.py."""
     check()
     mutant(monkeypatch)
     with pytest.raises(AssertionError):

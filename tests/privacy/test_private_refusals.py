@@ -103,7 +103,7 @@ SETTINGS = {
     "skip": ({"on_nonfinite": "skip"}, rf"on_nonfinite {DEFAULT}.*contributes nothing; found 'skip'"),
     "ignore": ({"on_nonfinite": "ignore"}, rf"on_nonfinite {DEFAULT}.*contributes nothing; found 'ignore'"),
     "loss scaling": ({"precision": "16-mixed"}, "precision must not scale the loss with privacy=.*Use 'bf16-mixed'"),
-    "audit": ({"audit": False}, "audit must not be False with privacy="),
+    "recheck": ({"recheck": False}, "recheck must not be False with privacy="),
     "record": ({"record": "norms"}, "record must be empty with privacy=.*; found norms"),
     "drop": ({"transforms": [sw.drop(quantile=0.9)]}, "weight of a sample depends on this sample alone; found drop"),
     "mean": ({"transforms": [sw.normalize("mean")]}, r"depends on this sample alone; found normalize\('mean'\)"),
@@ -375,9 +375,10 @@ def test_values_of_updates_are_hidden():
         if hasattr(type(update), name):
             with pytest.raises(PrivacyError, match=r"must not be read with privacy=.*sw.Privacy\(observe=True\)"):
                 getattr(update, name)
-    assert repr(update) == "Update(0: private)"
+    shown = f"index=0, samples=hidden, loss=hidden, grad_norm={update.grad_norm:.4g}, lr={update.lr:.4g}"
+    assert repr(update) == f"Update({shown})"
     assert step.counters.samples == 0 and step.counters.microbatches == 0
-    public = {"index", "skipped", "updates", "phases", "hidden", "batch_columns", "lr", "lrs", "grad_norm", "seconds"}
+    public = {"index", "skipped", "phases", "lr", "grad_norm", "seconds"}
     for name in dir(update):
         if not name.startswith("_") and name not in public and not callable(getattr(type(update), name, None)):
             with pytest.raises(PrivacyError, match="must not be read"):
@@ -392,7 +393,7 @@ def test_observed_values_are_shown():
     for update in step.over(loader):
         if update.samples:
             assert len(update.norms) == len(update.losses) == update.samples and update.loss > 0
-            assert "samples, loss" in repr(update).replace("sample,", "samples,")
+            assert f"samples={update.samples}, loss={update.loss:.4g}" in repr(update)
     assert step.counters.samples > 0
     assert "observed: losses" in repr(step.privacy)
 
@@ -450,7 +451,7 @@ def test_sensitivity_errors_are_privacy_errors():
     assert isinstance(caught.value.__cause__, TransformError)
 
 
-# ------------------------------------------------------------------------------- entries and values that no audit sees
+# ----------------------------------------------------------------------------- entries and values that no recheck sees
 
 
 def test_entries_that_are_kept_whole():
@@ -461,7 +462,7 @@ def test_entries_that_are_kept_whole():
 
 
 @pytest.mark.parametrize("values", [itertools.count(1), (k for k in range(1, 99)), zip(range(99))], ids=type)
-def test_iterators_that_an_audit_would_consume(values):
+def test_iterators_that_a_recheck_would_consume(values):
     def decayed(model, batch):
         return loss_fn(model, batch) / float(torch.as_tensor(next(values)))
 
@@ -469,7 +470,7 @@ def test_iterators_that_an_audit_would_consume(values):
     before = [p.clone() for p in model.parameters()]
     privacy = plan()
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), decayed, privacy=privacy)
-    with pytest.raises(PrivacyError, match=r"must be audited.*can read an iterator \(\w+\).*Compute the values"):
+    with pytest.raises(PrivacyError, match=r"must be rechecked.*can read an iterator \(\w+\).*Compute the values"):
         next(iter(step.over(privacy.loader(dataset()))))
     assert step.privacy.spent().updates == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -422,7 +422,7 @@ def test_run_returns_totals_without_hidden_values(options, settings):
     if options:
         assert totals.samples > 0 and totals.loss > 0 and "loss" in repr(totals)
     else:
-        assert repr(totals).startswith("7 updates, private, ")
+        assert repr(totals).startswith("Totals(updates=7, samples=hidden, loss=hidden, ")
         for name in ("samples", "loss"):
             with pytest.raises(
                 PrivacyError, match=f"totals.{name} must not be read with privacy=, because the guarantee"

@@ -151,7 +151,7 @@ def test_memory_that_runs_short():
 @pytest.mark.parametrize("transforms", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_batches_that_are_not_sliced_are_exact(loss_fn, constant, samples, transforms):
     batches = [data(samples, constant), data(samples + 1, constant)]
-    step = make(loss_fn, transforms=transforms, audit=False)
+    step = make(loss_fn, transforms=transforms, recheck=False)
     step.run(batches)
     assert step.counters.updates == 2
     if not transforms:
@@ -159,7 +159,7 @@ def test_batches_that_are_not_sliced_are_exact(loss_fn, constant, samples, trans
 
 
 @pytest.mark.parametrize(("loss_fn", "constant", "samples"), [CASES["mask"], CASES["positions"]], ids=["mask", "ids"])
-def test_the_audit_slices_constants_of_small_batches(loss_fn, constant, samples):
+def test_the_recheck_slices_constants_of_small_batches(loss_fn, constant, samples):
     hint = r"unless batch\[2\] is kept whole.*@sw\.batch_constants\(2\)"
     with pytest.warns(sw.TrainingWarning, match=hint):
         make(loss_fn)(data(samples, constant))
@@ -189,15 +189,15 @@ def test_targets_that_samples_share_are_not_constants():
 @microbatches
 def test_a_constant_that_was_seen_with_another_size(loss_fn, constant, samples, microbatch):
     batches = [data(samples + 1, constant), data(samples, constant), data(samples + 3, constant)]
-    step = make(loss_fn, microbatch=microbatch, audit=False)
+    step = make(loss_fn, microbatch=microbatch, recheck=False)
     step.run(batches)
     close(parameters(step), by_hand(loss_fn, batches))
 
 
 @pytest.mark.parametrize(("loss_fn", "constant", "samples"), [CASES["mask"], CASES["positions"]], ids=["mask", "ids"])
 def test_a_constant_that_is_seen_with_another_size_later(loss_fn, constant, samples):
-    step = make(loss_fn, microbatch=1, audit=False)
-    step(data(samples, constant))  # not noticed without audit
+    step = make(loss_fn, microbatch=1, recheck=False)
+    step(data(samples, constant))  # not noticed without recheck
     before = parameters(step)
     with pytest.raises(
         sw.BatchError, match=rf"{samples + 1} in batch\[0\].*{len(constant)} in batch\[2\].*batch_const"
@@ -209,7 +209,7 @@ def test_a_constant_that_is_seen_with_another_size_later(loss_fn, constant, samp
 @pytest.mark.parametrize("options", [{"microbatch": 9}, {"compile": "auto"}, {"samples": T}], ids=str)
 def test_batches_that_were_not_sliced_may_have_other_sizes_later(options):
     """Their number of rows was looked at only."""
-    step = make(losses_of, audit=False, tail="drop", **options)
+    step = make(losses_of, recheck=False, tail="drop", **options)
     step(data(T, MASK))
     if "samples" in options:
         with pytest.raises(sw.BatchError, match=r"exactly samples=6 .*@sw\.batch_constants"):
@@ -223,7 +223,7 @@ def test_what_was_seen_is_in_the_state():
     batches = [data(T + 1, MASK), data(T, MASK)]
     step = make(losses_of, microbatch=2)
     step(batches[0])
-    resumed = make(losses_of, microbatch=2, audit=False)
+    resumed = make(losses_of, microbatch=2, recheck=False)
     resumed.model.load_state_dict(step.model.state_dict())
     resumed.load_state_dict(step.state_dict())
     resumed(batches[1])
@@ -318,7 +318,7 @@ def test_a_list_of_strings_is_cut_and_one_that_is_declared_is_not():
         return losses_of(model, batch[:3])
 
     batch = (*data(T, MASK), names, tuple("uvwxyz"))
-    make(sw.batch_constants(2, 4)(loss_fn), microbatch=2, audit=False)(batch)
+    make(sw.batch_constants(2, 4)(loss_fn), microbatch=2, recheck=False)(batch)
     assert [cut for cut, _ in seen] == [["a", "b"], ["c", "d"], ["e", "f"]]
     assert all(whole == tuple("uvwxyz") and isinstance(whole, tuple) for _, whole in seen)
 

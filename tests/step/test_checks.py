@@ -193,9 +193,9 @@ def under_no_grad(model, batch):
     ids="mean sum item table column no_grad detached empty counts mean-with-counts".split(),
 )
 @transforms
-@pytest.mark.parametrize("audit", [None, False])
-def test_losses_that_are_not_one_per_sample(loss_fn, message, transforms, audit):
-    refuses(sw.LossesError, message, mlp(), loss_fn, transforms=transforms, audit=audit)
+@pytest.mark.parametrize("recheck", [None, False])
+def test_losses_that_are_not_one_per_sample(loss_fn, message, transforms, recheck):
+    refuses(sw.LossesError, message, mlp(), loss_fn, transforms=transforms, recheck=recheck)
 
 
 def test_fewer_losses_than_samples_in_a_window_that_is_cut():
@@ -348,9 +348,9 @@ def test_negatives_within_the_batch_go_with_weights_that_know_nothing_of_gradien
 
 @pytest.mark.parametrize("chain", [CLIP, [sw.drop(largest=1)], [sw.normalize("mean")]], ids=str)
 @pytest.mark.parametrize("microbatch", [None, 4])
-@pytest.mark.parametrize("audit", [None, False])
-def test_negatives_within_the_batch_are_refused_with_transforms(chain, microbatch, audit):
-    options = dict(transforms=chain, microbatch=microbatch, audit=audit)
+@pytest.mark.parametrize("recheck", [None, False])
+def test_negatives_within_the_batch_are_refused_with_transforms(chain, microbatch, recheck):
+    options = dict(transforms=chain, microbatch=microbatch, recheck=recheck)
     refuses(sw.SamplesInteractError, "must not depend on", encoder(), contrast, **options)
 
 
@@ -444,7 +444,7 @@ def test_a_first_update_that_is_skipped_does_not_hide_mistakes(transforms):
     data = batches(updates=4)
     data[0][1][2] = torch.nan
     (said,) = train(
-        model, lambda m, batch: squares(m[:3], batch), data, transforms=transforms, on_nonfinite="skip", audit=False
+        model, lambda m, batch: squares(m[:3], batch), data, transforms=transforms, on_nonfinite="skip", recheck=False
     )
     assert "does not reach: idle.weight" in said
 
@@ -558,7 +558,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize(("name", "clips"), in_turn(HEALTHY, [False, True]))
-@pytest.mark.parametrize("numbers", daily([dict(audit=1), dict(microbatch=3)], [dict(audit=1)]), ids=str)
+@pytest.mark.parametrize("numbers", daily([dict(recheck=1), dict(microbatch=3)], [dict(recheck=1)]), ids=str)
 def test_correct_programs_hear_nothing(name, clips, numbers):
     model, loss_fn, data = HEALTHY[name]()
     assert train(model, loss_fn, data, transforms=CLIP if clips else (), **numbers) == []
@@ -729,7 +729,7 @@ def test_the_check_leaves_the_random_numbers_as_they_were():
     assert torch.equal(drawn(lambda losses: 1 + losses), drawn(lambda losses: (1 + losses).clone()))
     torch.manual_seed(1)
     model, data = mlp(), batches(updates=3)
-    step = sw.Step(model, sw.sgd(0.01), squares, transforms=[sw.weight(random_half)], audit=False)
+    step = sw.Step(model, sw.sgd(0.01), squares, transforms=[sw.weight(random_half)], recheck=False)
     torch.manual_seed(2)
     found = [update.weights for update in step.over(data)]
     torch.manual_seed(2)

@@ -50,7 +50,7 @@ class Pair:
             optimizer = make_optimizer(model.parameters())
             scheduler = None if make_scheduler is None else make_scheduler(optimizer)
             self.steps.append(
-                sw.Step(model, optimizer, loss_fn, scheduler=scheduler, compile=compile, audit=False, **options)
+                sw.Step(model, optimizer, loss_fn, scheduler=scheduler, compile=compile, recheck=False, **options)
             )
         self.plain, self.quick = self.steps
 
@@ -407,7 +407,7 @@ def test_save_in_the_middle_and_resume_compiled_bit_for_bit_or_uncompiled():
         state = copy.deepcopy([model.state_dict(), optimizer.state_dict(), step.state_dict(), torch.get_rng_state()])
         again = net(dropout=0.2)
         optimizer = torch.optim.Adam(again.parameters(), lr=0.01)
-        step = sw.Step(again, optimizer, losses_of, samples=1, compile=compile_later, audit=False)
+        step = sw.Step(again, optimizer, losses_of, samples=1, compile=compile_later, recheck=False)
         again.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
         step.load_state_dict(state[2])
@@ -580,7 +580,7 @@ def test_an_exception_in_the_loss_leaves_everything_as_it_was():
 
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    step = sw.Step(model, optimizer, loss_fn, samples=1, compile=True, audit=False)
+    step = sw.Step(model, optimizer, loss_fn, samples=1, compile=True, recheck=False)
     list(step.over([data(5)]))
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     fails = True

@@ -276,7 +276,7 @@ def test_a_logger_whose_messages_are_not_shown():
 
 
 @any_backend
-@pytest.mark.parametrize("read", [lambda s: s.counters.updates, lambda s: s.started_updates, lambda s: s.samples])
+@pytest.mark.parametrize("read", [lambda s: s.counters.updates, lambda s: s._started_updates, lambda s: s.samples])
 def test_a_loss_function_that_reads_its_own_step(read):
     def after(compile):
         torch.manual_seed(0)
@@ -288,7 +288,7 @@ def test_a_loss_function_that_reads_its_own_step(read):
             lambda model, x: model(x).square().sum(1) / (1 + read(own[0])),
             samples=1,
             compile=compile,
-            audit=False,
+            recheck=False,
         )
         own.append(step)
         step.run([torch.randn(12, 3, generator=torch.Generator().manual_seed(1)).double()])

@@ -33,7 +33,7 @@ def losses_of(model, batch):
 def made(compile, **options):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return sw.Step(model, optimizer, losses_of, compile=compile, audit=False, **options)
+    return sw.Step(model, optimizer, losses_of, compile=compile, recheck=False, **options)
 
 
 def run(step, loader):

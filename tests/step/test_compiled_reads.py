@@ -908,7 +908,7 @@ def trained(make, compile):
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = sw.Step(model, optimizer, loss_fn, samples=1, compile=compile, audit=False)
+        step = sw.Step(model, optimizer, loss_fn, samples=1, compile=compile, recheck=False)
         for k, _ in enumerate(step.over([data(24)])):
             if k in (8, 16):
                 change(k / 4)
@@ -990,7 +990,7 @@ def test_a_value_that_the_model_reads_changes(name):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step = sw.Step(
-                model, OPTIMIZERS["sgd"](model.parameters()), losses_of, samples=1, compile=compile, audit=False
+                model, OPTIMIZERS["sgd"](model.parameters()), losses_of, samples=1, compile=compile, recheck=False
             )
             for k, _ in enumerate(step.over([data(24)])):
                 if k in (8, 16):

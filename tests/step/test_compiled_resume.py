@@ -32,7 +32,7 @@ class Run:
         def loss_fn(model, batch):
             return factors[0] * factor() * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-        self.step = sw.Step(self.model, self.optimizer, loss_fn, samples, compile=True, audit=False, **options)
+        self.step = sw.Step(self.model, self.optimizer, loss_fn, samples, compile=True, recheck=False, **options)
 
     def train(self, start, stop, change):
         """Number of compiled microbatches of each update."""

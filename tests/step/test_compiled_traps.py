@@ -466,7 +466,7 @@ def test_what_the_loss_function_notes_down_is_no_figment():
         return losses
 
     model = tiny()
-    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, samples=1, compile=True, audit=False)
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, samples=1, compile=True, recheck=False)
     with pytest.warns(TrainingWarning, match=UNCOMPILED + "the model changes its own attributes"):
         updates = list(step.over([data(8)]))
     assert calls == 8

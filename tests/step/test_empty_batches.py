@@ -60,7 +60,7 @@ def test_which_batch(options, place):
         list(step.over(batch(size) for size in sizes))
     assert str(found.value) == message(place)
     used = step.counters.updates * (options.get("samples") or 4)
-    assert step.counters.samples == used and not step.has_pending_samples  # the open window was given up
+    assert step.counters.samples == used and not step._has_pending_samples  # the open window was given up
     assert len(list(step.over([batch(8)] * 20))) > 0
 
 
@@ -97,7 +97,7 @@ def test_by_hand():
         with pytest.raises(BatchError) as found:
             call(batch(0))
         assert str(found.value) == message()
-        assert not step.has_pending_samples
+        assert not step._has_pending_samples
     step(batch(4))
     assert step.counters.updates == 1
 
@@ -107,7 +107,7 @@ def test_accumulated_samples_are_given_up():
     step.accumulate(batch(4))
     with pytest.raises(BatchError):
         step.accumulate(batch(0))
-    assert not step.has_pending_samples and step.counters.samples == 0
+    assert not step._has_pending_samples and step.counters.samples == 0
 
 
 @pytest.mark.parametrize("resumed", [False, True])

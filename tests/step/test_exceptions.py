@@ -85,7 +85,7 @@ class Training:
         self.fuse, self.model = Fuse(), Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        options = dict(samples=SAMPLES, microbatch=MICROBATCH, audit=False, scheduler=self.scheduler) | options
+        options = dict(samples=SAMPLES, microbatch=MICROBATCH, recheck=False, scheduler=self.scheduler) | options
         if callable(transforms):
             transforms = transforms(self)
         self.step = sw.Step(
@@ -226,7 +226,7 @@ def test_in_the_very_first_window():
 
 def test_in_the_first_look():
     """It is the update's turn to raise; an interrupt is nobody's to swallow."""
-    training = Training(audit=None)
+    training = Training(recheck=None)
     before = training.state()
     training.fuse.light(0, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -62,7 +62,7 @@ def test_a_coincidence_is_settled_once():
         calls.append(len(batch))
         return loss_fn(model, batch)
 
-    step = sw.Step(Sloped(), sw.sgd(0.1), counted, transforms=[sw.clip(1.0)], audit=False)
+    step = sw.Step(Sloped(), sw.sgd(0.1), counted, transforms=[sw.clip(1.0)], recheck=False)
     step.run([torch.randn(5, 5, 4) for _ in range(4)])
     assert calls.take() == [5, 4, 5, 5, 5]  # with one sample less, at the first update
 
@@ -71,7 +71,7 @@ def test_a_model_that_is_moved_after_the_step_was_made(monkeypatch):
     """The trainer moves models; precision must follow."""
     seen = []
     monkeypatch.setattr(MixedPrecision, "autocast", lambda self, device: (seen.append(device.type), nullcontext())[1])
-    step = sw.Step(nn.Linear(4, 1), sw.sgd(0.1), lambda m, b: m(b)[:, 0], precision="bf16-mixed", audit=False)
+    step = sw.Step(nn.Linear(4, 1), sw.sgd(0.1), lambda m, b: m(b)[:, 0], precision="bf16-mixed", recheck=False)
     step(torch.randn(3, 4))
     monkeypatch.setattr(TrainedParameters, "device", torch.device("meta"))
     step(torch.randn(3, 4))

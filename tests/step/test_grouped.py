@@ -72,7 +72,7 @@ def agrees(transforms, of_samples, of_groups, shape, loss_fn=squared, data=DATA,
     batch, samples, microbatch = shape
     transforms, data = fitted(transforms, TABLE, data, samples or batch)
     rows = len(data["x"])
-    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, transforms, **options)
+    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch=microbatch, transforms=transforms, **options)
     updates = list(step.over(cut(data, batch)))
     of_loop = {name: column[:rows] for name, column in DATA.items()}
     wanted = list(loop(theirs, loss_fn, cut(of_loop, samples or batch), of_samples, of_groups))
@@ -228,7 +228,12 @@ def test_keys_of_any_kind(key, shape):
 def test_a_place_in_the_tuple(key):
     ours, theirs = mlp(), mlp()
     step = sw.Step(
-        ours, sw.sgd(LR), lambda m, b: squared(m, {"x": b[0], "y": b[1]}), 7, 2, [sw.group(key), sw.clip(11.0)]
+        ours,
+        sw.sgd(LR),
+        lambda m, b: squared(m, {"x": b[0], "y": b[1]}),
+        7,
+        microbatch=2,
+        transforms=[sw.group(key), sw.clip(11.0)],
     )
     step.run([(b["x"], b["y"], b["user"]) for b in cut(DATA, 4)])
     list(loop(theirs, squared, cut(DATA, 7), as_they_are, clip_groups))
@@ -241,8 +246,10 @@ def test_each_sample_its_own_group(shape):
     data = {**DATA, "user": torch.arange(13)}
     ours, theirs = mlp(), mlp()
     batch, samples, microbatch = shape
-    sw.Step(ours, sw.sgd(LR), counted, samples, microbatch, [BY, sw.clip(4.0)]).run(cut(data, batch))
-    sw.Step(theirs, sw.sgd(LR), counted, samples, microbatch, sw.clip(4.0)).run(cut(data, batch))
+    sw.Step(ours, sw.sgd(LR), counted, samples, microbatch=microbatch, transforms=[BY, sw.clip(4.0)]).run(
+        cut(data, batch)
+    )
+    sw.Step(theirs, sw.sgd(LR), counted, samples, microbatch=microbatch, transforms=sw.clip(4.0)).run(cut(data, batch))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
@@ -259,7 +266,9 @@ def test_keys_that_are_none(key, error, message, shape):
     batch, samples, microbatch = shape
     model = mlp()
     with pytest.raises(error, match=message):
-        sw.Step(model, sw.sgd(LR), squared, samples, microbatch, sw.group(key)).run(cut(DATA, batch))
+        sw.Step(model, sw.sgd(LR), squared, samples, microbatch=microbatch, transforms=sw.group(key)).run(
+            cut(DATA, batch)
+        )
     close(dict(model.named_parameters()), dict(mlp().named_parameters()), rtol=0, atol=0)
 
 
@@ -281,7 +290,7 @@ def cut_makes_no_difference(transforms, loss_fn=squared):
     found = []
     for microbatch in (None, 4, 1):
         model = mlp()
-        sw.Step(model, sw.sgd(LR), loss_fn, 13, microbatch, transforms).run([DATA])
+        sw.Step(model, sw.sgd(LR), loss_fn, 13, microbatch=microbatch, transforms=transforms).run([DATA])
         found.append(dict(model.named_parameters()))
     for other in found[1:]:
         close(other, found[0])
@@ -299,7 +308,7 @@ def test_a_function_of_the_window_sees_all_groups():
 def test_noise_after_groups():
     ours, theirs = mlp(), mlp()
     torch.manual_seed(7)
-    sw.Step(ours, sw.sgd(LR), squared, 13, 4, [BY, sw.clip(11.0), sw.noise(0.5)]).run([DATA])
+    sw.Step(ours, sw.sgd(LR), squared, 13, microbatch=4, transforms=[BY, sw.clip(11.0), sw.noise(0.5)]).run([DATA])
     list(loop(theirs, squared, [DATA], as_they_are, clip_groups))
     torch.manual_seed(7)
     with torch.no_grad():
@@ -317,7 +326,9 @@ def test_a_reference_is_made_once_per_window(microbatch):
         return REFERENCE
 
     ours, theirs = mlp(), mlp()
-    step = sw.Step(ours, sw.sgd(LR), squared, 7, microbatch, [BY, sw.align(reference), sw.drop(smallest=1)])
+    step = sw.Step(
+        ours, sw.sgd(LR), squared, 7, microbatch=microbatch, transforms=[BY, sw.align(reference), sw.drop(smallest=1)]
+    )
     assert step.run([DATA]).updates == len(calls) == 2
 
     def rule(rows):
@@ -345,7 +356,7 @@ class UnusedLayer(nn.Module):
 def test_parameters_that_the_loss_does_not_reach(microbatch, last):
     model = UnusedLayer()
     before = model.unused.weight.detach().clone()
-    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch, [BY, last])
+    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch=microbatch, transforms=[BY, last])
     with pytest.warns(sw.TrainingWarning, match="does not reach: unused.weight, unused.bias"):
         step(DATA)
     assert torch.equal(model.unused.weight, before)
@@ -355,7 +366,7 @@ def test_parameters_that_the_loss_does_not_reach(microbatch, last):
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_first_weights_all_zero(microbatch):
     model = mlp()
-    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch, [BY, lambda losses: losses * 0])
+    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch=microbatch, transforms=[BY, lambda losses: losses * 0])
     with pytest.raises(
         sw.TransformError, match=r"nonzero weight; found none with chain\(group\('user'\), weight\(function\)\)"
     ):
@@ -379,7 +390,7 @@ def test_no_group_exceeds_the_bound_under_dropout(microbatch):
         before = [p.detach().clone() for p in model.parameters()]
         torch.manual_seed(seed)
         data = {**DATA, "user": torch.zeros(13)}
-        sw.Step(model, sw.sgd(1.0), squared, 13, microbatch, [BY, sw.clip(0.5)])(data)
+        sw.Step(model, sw.sgd(1.0), squared, 13, microbatch=microbatch, transforms=[BY, sw.clip(0.5)])(data)
         moved = [(p - b).detach().flatten() for p, b in zip(model.parameters(), before, strict=True)]
         assert float(torch.cat(moved).norm()) * 13 == pytest.approx(0.5, rel=1e-10)
 
@@ -399,7 +410,7 @@ def test_numbers_of_all_groups_and_their_sum_see_the_same_dropout(random_referen
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
     transforms = [BY, *([sw.align(reference)] if random_reference else []), sw.drop(largest=1)]
-    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, transforms, audit=False)(DATA)
+    sw.Step(model, sw.sgd(LR), watched, 13, microbatch=microbatch, transforms=transforms, recheck=False)(DATA)
     masks = seen.take()
     if microbatch is None:
         assert len(masks) == 1
@@ -419,7 +430,7 @@ def test_samples_and_groups_see_the_same_dropout(microbatch):
             seen.append((tuple(x.tolist()), tuple(row.tolist())))
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
-    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, [sw.clip(0.5), BY], audit=False)(DATA)
+    sw.Step(model, sw.sgd(LR), watched, 13, microbatch=microbatch, transforms=[sw.clip(0.5), BY], recheck=False)(DATA)
     pairs = seen.take()
     assert len(pairs) == (13 if microbatch is None else 26)
     assert len(set(pairs)) == len({x for x, _ in pairs}) == 13
@@ -442,7 +453,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_each_sample_advances_the_buffers_once(transforms, microbatch):
     model = Counting()
-    sw.Step(model, sw.sgd(LR), squared, 13, microbatch, transforms)(DATA)
+    sw.Step(model, sw.sgd(LR), squared, 13, microbatch=microbatch, transforms=transforms)(DATA)
     assert model.seen == 13
 
 
@@ -451,7 +462,7 @@ def test_each_sample_advances_the_buffers_once(transforms, microbatch):
 
 def test_batch_norm_in_a_window_of_several_pieces():
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    step = sw.Step(model, sw.sgd(LR), squared, 13, 4, [BY, sw.clip(1.0)], audit=False)
+    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch=4, transforms=[BY, sw.clip(1.0)], recheck=False)
     message = r"group\('user'\) needs samples that do not depend on each other; found BatchNorm in training mode: 1\."
     with pytest.raises(sw.SamplesInteractError, match=message):
         step(DATA)
@@ -460,7 +471,7 @@ def test_batch_norm_in_a_window_of_several_pieces():
 def test_batch_norm_in_one_piece():
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     with pytest.raises(sw.SamplesInteractError):
-        sw.Step(model, sw.sgd(LR), squared, None, None, [BY, sw.clip(1.0)], audit=False)(DATA)
+        sw.Step(model, sw.sgd(LR), squared, None, transforms=[BY, sw.clip(1.0)], recheck=False)(DATA)
 
 
 @pytest.mark.parametrize("microbatch", [None, 4])
@@ -468,7 +479,7 @@ def test_more_losses_than_samples(microbatch):
     def doubled(model, batch):
         return squared(model, batch).repeat(2)
 
-    step = sw.Step(mlp(), sw.sgd(LR), doubled, 13, microbatch, [BY, sw.clip(1.0)], audit=False)
+    step = sw.Step(mlp(), sw.sgd(LR), doubled, 13, microbatch=microbatch, transforms=[BY, sw.clip(1.0)], recheck=False)
     with pytest.raises(sw.SamplewiseError, match=r"for \d+ samples"):
         step(DATA)
 
@@ -507,7 +518,7 @@ def test_one_batch_that_cannot_be_cut():
 def test_by_hand(microbatch):
     """A group over batches that were accumulated one after the other."""
     ours, theirs = mlp(), mlp()
-    step = sw.Step(ours, sw.sgd(LR), counted, None, microbatch, [BY, sw.clip(11.0)])
+    step = sw.Step(ours, sw.sgd(LR), counted, None, microbatch=microbatch, transforms=[BY, sw.clip(11.0)])
     for batch in cut(DATA, 4):
         step.accumulate(batch)
     assert step.apply().samples == 13

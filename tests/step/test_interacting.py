@@ -137,7 +137,7 @@ def test_groups(make, loss_fn, microbatch):
 
 
 @pytest.mark.parametrize("transforms", [(), CLIP], ids=["plain", "clip"])
-def test_allowed_interaction_is_not_reported_by_the_audit(transforms):
+def test_allowed_interaction_is_not_reported_by_the_recheck(transforms):
     step = sw.Step(encoder(), sw.sgd(LR), contrast, transforms=transforms, interacting="allow")
     assert said(step, batches()) == []
 
@@ -154,16 +154,16 @@ def test_a_broadcast_is_an_error_even_if_interaction_is_allowed():
 def test_bad_values():
     with pytest.raises(ValueError, match="interacting must be 'refuse' or 'allow'; found 'maybe'"):
         sw.Step(mlp(), sw.sgd(LR), squares, interacting="maybe")
-    with pytest.raises(ValueError, match="audit must be None or False with interacting='allow'; found 10"):
-        sw.Step(mlp(), sw.sgd(LR), squares, interacting="allow", audit=10)
-    assert sw.Step(mlp(), sw.sgd(LR), squares, interacting="allow").settings["interacting"] == "allow"
+    with pytest.raises(ValueError, match="recheck must be None or False with interacting='allow'; found 10"):
+        sw.Step(mlp(), sw.sgd(LR), squares, interacting="allow", recheck=10)
+    assert sw.Step(mlp(), sw.sgd(LR), squares, interacting="allow").config.settings()["interacting"] == "allow"
 
 
 @cases
 def test_the_error_names_a_remedy_that_helps(make, loss_fn):
     with pytest.raises(sw.SamplesInteractError, match=r", or pass interacting='allow' to sw.gradients or sw.Step"):
-        sw.Step(make(), sw.sgd(LR), loss_fn, transforms=CLIP, audit=False).run(batches())
-    sw.Step(make(), sw.sgd(LR), loss_fn, transforms=CLIP, audit=False, interacting="allow").run(batches())
+        sw.Step(make(), sw.sgd(LR), loss_fn, transforms=CLIP, recheck=False).run(batches())
+    sw.Step(make(), sw.sgd(LR), loss_fn, transforms=CLIP, recheck=False, interacting="allow").run(batches())
 
 
 # ------------------------------------------------------------- mixup

@@ -42,7 +42,7 @@ def steps(**options):
     for compile in (False, True):
         mine = copy.deepcopy(model)
         optimizer = torch.optim.Adam(mine.parameters(), lr=0.01)
-        yield sw.Step(mine, optimizer, losses_of, compile=compile, audit=False, **options)
+        yield sw.Step(mine, optimizer, losses_of, compile=compile, recheck=False, **options)
 
 
 @pytest.fixture

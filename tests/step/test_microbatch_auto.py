@@ -126,7 +126,7 @@ def size_found(step):
 @pytest.mark.parametrize("fail", [out_of_memory, cannot_allocate, memory_error])
 def test_halves_and_remembers(fail):
     tries, model = Unrestored(), net()
-    step = make_step(model, limited(2, tries, fail), samples=8, microbatch="auto", audit=False)
+    step = make_step(model, limited(2, tries, fail), samples=8, microbatch="auto", recheck=False)
     step.run([rows(0, 16)])
     assert tries.take() == [8, 4, *[2] * 4, *[2] * 4]
     assert size_found(step) == 2
@@ -137,7 +137,7 @@ def test_halves_and_remembers(fail):
 
 def test_what_fits_is_taken_whole():
     tries, model = [], net()
-    step = make_step(model, limited(16, tries), samples=8, microbatch="auto", audit=False)
+    step = make_step(model, limited(16, tries), samples=8, microbatch="auto", recheck=False)
     step.run([rows(0, 16)])
     assert tries == [8, 8]
     assert size_found(step) is None
@@ -149,7 +149,7 @@ def test_what_fits_is_taken_whole():
 @pytest.mark.parametrize("limit", [1, 3])
 def test_any_sizes(batch, samples, limit):
     tries, model = [], net()
-    step = make_step(model, limited(limit, tries), samples=samples, microbatch="auto", audit=False)
+    step = make_step(model, limited(limit, tries), samples=samples, microbatch="auto", recheck=False)
     step.run([rows(k, min(k + batch, N)) for k in range(0, N, batch)])
     size = samples or batch
     assert_same(model, textbook(*(range(k, min(k + size, N)) for k in range(0, N, size))))
@@ -204,7 +204,7 @@ def test_gradients_of_earlier_batches_stay(transforms):
         return losses
 
     model, twin = net(), net()
-    step = make_step(model, loss_fn, samples=12, microbatch="auto", transforms=transforms, audit=False)
+    step = make_step(model, loss_fn, samples=12, microbatch="auto", transforms=transforms, recheck=False)
     step.run([rows(0, 4), rows(4, 8), rows(8, 12)])
     make_step(twin, losses_of, samples=12, transforms=transforms).run([rows(0, 12)])
     assert size_found(step) == 2
@@ -239,7 +239,7 @@ def test_other_errors_are_no_lack_of_memory(error):
         raise error
 
     tries = []
-    step = make_step(net(), limited(4, tries, fail), microbatch="auto", audit=False)
+    step = make_step(net(), limited(4, tries, fail), microbatch="auto", recheck=False)
     with pytest.raises(type(error)):
         step.run([rows(0, 8)])
     assert tries == [8]
@@ -248,7 +248,7 @@ def test_other_errors_are_no_lack_of_memory(error):
 @pytest.mark.parametrize("microbatch", [None, 8])
 def test_without_auto_there_is_no_second_try(microbatch):
     tries, model = [], net()
-    step = make_step(model, limited(4, tries), microbatch=microbatch, audit=False)
+    step = make_step(model, limited(4, tries), microbatch=microbatch, recheck=False)
     with pytest.raises(torch.OutOfMemoryError):
         step.run([rows(0, 8)])
     assert tries == [8]

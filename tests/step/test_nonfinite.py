@@ -70,7 +70,9 @@ class Training:
         }
         self.optimizer = make[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.step = sw.Step(self.model, self.optimizer, loss_fn, scheduler=self.scheduler, **{"audit": False} | options)
+        self.step = sw.Step(
+            self.model, self.optimizer, loss_fn, scheduler=self.scheduler, **{"recheck": False} | options
+        )
 
     def state(self):
         parts = self.model, self.optimizer, self.scheduler
@@ -265,7 +267,7 @@ def test_a_skipped_update_counts_what_went_into_it(transforms, numbers):
 @chains
 def test_the_first_update_may_be_the_skipped_one(transforms):
     data = [batch(BAD), batch()]
-    training, twin = (Training(transforms=transforms, on_nonfinite="skip", audit=None) for _ in range(2))
+    training, twin = (Training(transforms=transforms, on_nonfinite="skip", recheck=None) for _ in range(2))
     assert [update.skipped for update in training.step.over(data)] == [True, False]
     twin.step.run(data[1:])
     assert same(training.state()[:3], twin.state()[:3])
@@ -529,9 +531,9 @@ def test_a_masked_update_is_counted_and_scheduled_until_the_flag_is_read(masked)
     training = masked(on_nonfinite="skip")
     rate = training.optimizer.param_groups[0]["lr"]
     list(training.step.over([batch(BAD)]))
-    assert training.step.started_updates == 1
+    assert training.step._started_updates == 1
     assert (training.step.counters.updates, training.step.counters.skipped) == (0, 1)
-    assert training.step.started_updates == 0
+    assert training.step._started_updates == 0
     assert training.optimizer.param_groups[0]["lr"] == rate == training.scheduler.get_last_lr()[0]
 
 
@@ -542,6 +544,24 @@ def test_totals_of_masked_updates_that_are_skipped(masked):
     assert (totals.updates, totals.skipped, totals.samples) == (2, 1, 24)
     twin = masked(on_nonfinite="skip")
     assert totals.loss == twin.step.run(data[::2]).loss
+
+
+def test_the_repr_of_a_masked_update_leaves_its_error_to_training(masked):
+    training = masked()
+    (update,) = training.step.over([batch(BAD)])
+    assert repr(update) == f"Update(index=0, samples=8, skipped=True, lr={update.lr:.4g})"
+    with pytest.raises(sw.NonFiniteLossError):
+        training.step.run([batch()])
+    totals = training.step.run([batch(), batch(BAD)])
+    assert repr(totals).startswith("Totals(updates=1, skipped=1, samples=16, loss=")
+    with pytest.raises(sw.NonFiniteLossError):
+        _ = totals.updates
+
+
+def test_the_repr_of_an_update_whose_gradients_are_cleared():
+    training = Training(on_nonfinite="ignore")
+    first, _ = training.step.over([batch(), batch()])
+    assert repr(first) == f"Update(index=0, samples=8, loss={first.loss:.4g}, lr={first.lr:.4g})"
 
 
 def test_a_learning_rate_in_a_tensor_is_restored(masked):

@@ -51,7 +51,7 @@ def state(step):
 
 def expected(transforms, *windows):
     """Parameters after these windows, each in one batch."""
-    step = make(transforms, audit=False)
+    step = make(transforms, recheck=False)
     for window in windows:
         step(rows(*window))
     return state(step)
@@ -66,11 +66,11 @@ def foreign_backward(step):
 
 def second_step(step):
     model = step.model
-    sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.0), losses_of, audit=False)(rows(0, 3))
+    sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.0), losses_of, recheck=False)(rows(0, 3))
 
 
 def second_open_window(step):
-    other = sw.Step(step.model, torch.optim.SGD(step.model.parameters(), lr=0.0), losses_of, audit=False)
+    other = sw.Step(step.model, torch.optim.SGD(step.model.parameters(), lr=0.0), losses_of, recheck=False)
     other.accumulate(rows(0, 3))
 
 
@@ -113,7 +113,7 @@ def test_changes_between_accumulate_and_apply(act, change, transforms):
     with pytest.raises(sw.ParameterError, match=CHANGED.format(change)):
         step.apply()
     close(state(step), before, rtol=0, atol=0)
-    assert not step.has_pending_samples
+    assert not step._has_pending_samples
     assert step.counters.samples == step.counters.updates == 0
     step.accumulate(rows(0, 5))  # a new window is exact
     step.accumulate(rows(5, 12))
@@ -158,7 +158,7 @@ def test_changes_before_any_use_of_the_window(finish):
         "call": lambda: step(rows(4, 12)),
         "accumulate": lambda: step.accumulate(rows(4, 12)),
         "state_dict": step.state_dict,
-        "window_state": step.window_state,
+        "window_state": step._window_state,
     }
     for _ in range(2 if finish in ("state_dict", "window_state") else 1):  # these two leave the window as it is
         with pytest.raises(sw.ParameterError, match=CHANGED.format("removed")):
@@ -183,7 +183,7 @@ def test_changes_of_a_restored_window():
 @pytest.mark.parametrize("transforms", DEFERRED.values(), ids=DEFERRED)
 @pytest.mark.parametrize("act", ["zero_grad", "model.zero_grad", "zero_grad in place"])
 def test_windows_that_are_computed_at_their_end_have_no_sums_to_lose(act, transforms):
-    step = make(transforms, audit=False)
+    step = make(transforms, recheck=False)
     step.accumulate(rows(0, 5))
     ACTIONS[act][0](step)
     step.accumulate(rows(5, 12))
@@ -194,7 +194,7 @@ def test_windows_that_are_computed_at_their_end_have_no_sums_to_lose(act, transf
 @pytest.mark.parametrize("transforms", DEFERRED.values(), ids=DEFERRED)
 @pytest.mark.parametrize("act", ["backward", "sw.backward", "zero_grad and backward"])
 def test_gradients_that_are_added_before_a_window_is_computed(act, transforms):
-    step = make(transforms, audit=False)
+    step = make(transforms, recheck=False)
     step.accumulate(rows(0, 5))
     ACTIONS[act][0](step)
     with pytest.raises(sw.ParameterError, match=CHANGED.format("added")):
@@ -245,15 +245,15 @@ PARAMETERS = {
 @pytest.mark.parametrize("transforms", daily(CHAINS, ["plain", "clip"]))
 @pytest.mark.parametrize("act", PARAMETERS.values(), ids=PARAMETERS)
 def test_parameters_that_change_while_a_window_is_open(act, transforms):
-    step = make(CHAINS[transforms], audit=False)
+    step = make(CHAINS[transforms], recheck=False)
     step.accumulate(rows(0, 5))
     act(step)
     moved = state(step)
     with pytest.raises(sw.ParameterError, match=MOVED):
         step.apply()
     close(state(step), moved, rtol=0, atol=0)
-    assert not step.has_pending_samples and step.counters.samples == 0
-    carrying = make(CHAINS[transforms], samples=9, tail="carry", audit=False)
+    assert not step._has_pending_samples and step.counters.samples == 0
+    carrying = make(CHAINS[transforms], samples=9, tail="carry", recheck=False)
     carrying.run([rows(0, 4)])
     act(carrying)
     with pytest.raises(sw.ParameterError, match=MOVED):
@@ -264,7 +264,7 @@ def test_parameters_that_change_while_a_window_is_open(act, transforms):
 @pytest.mark.parametrize("transforms", CHAINS)
 def test_a_checkpoint_that_is_loaded_while_a_window_is_open(order, transforms):
     """The open window is replaced by that of the checkpoint, in any order."""
-    step = make(CHAINS[transforms], samples=9, audit=False)
+    step = make(CHAINS[transforms], samples=9, recheck=False)
     step(rows(0, 9))
     step(rows(0, 4))
     parts = {"model": step.model, "optimizer": step.optimizer, "step": step}
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_is_loaded_while_a_window_is_open(order, transforms):
 
 @pytest.mark.parametrize("transforms", DEFERRED.values(), ids=DEFERRED)
 def test_parameters_of_windows_that_are_computed_at_their_end_may_change(transforms):
-    step, expected_step = make(transforms, audit=False), make(transforms, audit=False)
+    step, expected_step = make(transforms, recheck=False), make(transforms, recheck=False)
     clamp(expected_step)
     expected_step(rows(0, 12))
     step.accumulate(rows(0, 5))
@@ -293,7 +293,7 @@ def test_parameters_of_windows_that_are_computed_at_their_end_may_change(transfo
 
 def test_the_state_of_the_optimizer_may_be_loaded():
     """It is no part of the sums; the update uses it."""
-    step, expected_step = make(audit=False), make(audit=False)
+    step, expected_step = make(recheck=False), make(recheck=False)
     saved = copy.deepcopy(step.optimizer.state_dict())
     for one in (step, expected_step):
         one(rows(0, 6))
@@ -351,7 +351,7 @@ HARMLESS = {
     "sw.gradients": lambda step: sw.gradients(losses_of(step.model, rows(0, 3)), step.model).norms(),
     "another model": other_model,
     "state_dict": lambda step: step.state_dict(),
-    "window_state": lambda step: step.window_state(),
+    "window_state": lambda step: step._window_state(),
     "checkpoint of all": lambda step: (step.model.state_dict(), step.optimizer.state_dict(), step.state_dict()),
     "settings": lambda step: (setattr(step, "max_grad_norm", None), step.optimizer.param_groups[0].update(lr=0.1)),
 }
@@ -421,7 +421,7 @@ def test_a_step_of_the_optimizer_with_sums_is_refused(act):
 def test_two_steps_with_one_optimizer(kind):
     model = net()
     optimizer = kind(model.parameters(), lr=0.1)
-    first, second = (sw.Step(model, optimizer, losses_of, samples=8, audit=False) for _ in range(2))
+    first, second = (sw.Step(model, optimizer, losses_of, samples=8, recheck=False) for _ in range(2))
     first(rows(0, 4))
     before = state(first)
     second(rows(0, 8))
@@ -479,7 +479,7 @@ def test_parameters_of_the_optimizer_that_change(act):
         step.apply()
 
 
-@pytest.mark.parametrize("options", [{"microbatch": 4}, {"samples": 12, "microbatch": 5, "audit": False}], ids=str)
+@pytest.mark.parametrize("options", [{"microbatch": 4}, {"samples": 12, "microbatch": 5, "recheck": False}], ids=str)
 @pytest.mark.parametrize("transforms", [*CHAINS.values(), *DEFERRED.values()], ids=[*CHAINS, *DEFERRED])
 @pytest.mark.parametrize("act", ["zero_grad", "backward"])
 def test_a_loss_function_that_changes_gradients(act, transforms, options):

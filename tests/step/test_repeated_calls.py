@@ -340,15 +340,15 @@ def trained(make, windows, transforms, **options):
     return flat(model.parameters()).detach()
 
 
-@pytest.mark.parametrize("audit", [False, None])
+@pytest.mark.parametrize("recheck", [False, None])
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
-def test_a_window_in_two_passes(make, audit):
-    """Every window-wise transform and each state, over three windows, with and without the audit of the first."""
+def test_a_window_in_two_passes(make, recheck):
+    """Every window-wise transform and each state, over three windows, with and without the recheck of the first."""
     for name, (transforms, formula) in CHAINS.items():
         if name == "group" and make is not batch_in_place:
             continue  # a group has microbatches of its own
         expected = one_call_per_microbatch(make, 3, formula)
-        torch.testing.assert_close(trained(make, 3, transforms(), audit=audit), expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(trained(make, 3, transforms(), recheck=recheck), expected, rtol=1e-11, atol=1e-11)
 
 
 @dataclasses.dataclass
@@ -396,16 +396,16 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("audit", [False, None])
+@pytest.mark.parametrize("recheck", [False, None])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_entries_that_are_taken_out_of_the_batch(structure, audit):
+def test_entries_that_are_taken_out_of_the_batch(structure, recheck):
     """As `inputs.pop("labels")` does; the microbatch of the second pass has them again."""
     read, make = STRUCTURES[structure]
 
     def after(loss_fn, make, transforms):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = sw.Step(model, optimizer, loss_fn, transforms=transforms, microbatch=PER_MICROBATCH, audit=audit)
+        step = sw.Step(model, optimizer, loss_fn, transforms=transforms, microbatch=PER_MICROBATCH, recheck=recheck)
         for _ in range(3):
             step(make(*data()))
         return flat(model.parameters()).detach()
@@ -447,7 +447,7 @@ def test_losses_that_differ_in_the_second_pass(make, name):
     model = Net()
     before = flat(model.parameters()).detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = sw.Step(model, optimizer, make(), transforms=CHAINS[name][0](), microbatch=PER_MICROBATCH, audit=False)
+    step = sw.Step(model, optimizer, make(), transforms=CHAINS[name][0](), microbatch=PER_MICROBATCH, recheck=False)
     with pytest.raises(LossesError, match=r"must return the same losses both times; found the loss .* for sample"):
         step(data())
     assert torch.equal(flat(model.parameters()), before)
@@ -461,7 +461,7 @@ def test_an_iterator_that_does_not_change_the_losses():
         return lambda model, batch: (next(numbers), plain(model, batch))[1]
 
     expected = one_call_per_microbatch(make, 2, dropped)
-    found = trained(make, 2, [sw.drop(largest=1)], audit=False)
+    found = trained(make, 2, [sw.drop(largest=1)], recheck=False)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -483,7 +483,7 @@ def wide_step(in_place):
     model = nn.Linear(10_000, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return sw.Step(
-        model, optimizer, wide_losses(in_place), transforms=[sw.drop(largest=1)], microbatch=2, audit=False
+        model, optimizer, wide_losses(in_place), transforms=[sw.drop(largest=1)], microbatch=2, recheck=False
     )  # fmt: skip
 
 
@@ -511,12 +511,12 @@ def test_a_large_batch_that_changes_for_the_first_time():
 
 
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
-def test_the_audit_of_the_first_update(make):
-    """One microbatch per update: only the audit calls the loss function again."""
+def test_the_recheck_of_the_first_update(make):
+    """One microbatch per update: only the recheck calls the loss function again."""
     results = []
-    for audit in (False, None, 2):
+    for recheck in (False, None, 2):
         model = Net()
-        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), make(), audit=audit)
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), make(), recheck=recheck)
         for _ in range(3):
             batch = (*data(), torch.arange(ROWS) % 2)
             step(batch)
@@ -552,18 +552,18 @@ def test_scan_in_smaller_pieces_after_running_out_of_memory(make):
 
 
 @pytest.mark.parametrize("make", [iterator, generator_function], ids=lambda make: make.__name__)
-def test_the_audit_does_not_consume_an_iterator(make):
+def test_the_recheck_does_not_consume_an_iterator(make):
     results = []
-    for audit in (False, None):
+    for recheck in (False, None):
         model = Net()
-        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), make(), audit=audit)
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), make(), recheck=recheck)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
                 step(data())
         results.append(flat(model.parameters()).detach())
     assert torch.equal(*results)
-    assert [str(w.message).partition(":")[0] for w in caught] == ["the update is not audited"]
+    assert [str(w.message).partition(":")[0] for w in caught] == ["the update is not rechecked"]
 
 
 def out_of_memory(loss_fn, rows):
@@ -584,7 +584,7 @@ def test_microbatches_halved_after_running_out_of_memory(make):
     for wrapped, microbatch in ((make, 4), (lambda: out_of_memory(make(), 4), "auto")):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = sw.Step(model, optimizer, wrapped(), microbatch=microbatch, audit=False, interacting="allow")
+        step = sw.Step(model, optimizer, wrapped(), microbatch=microbatch, recheck=False, interacting="allow")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)
             for _ in range(2):

@@ -37,7 +37,7 @@ def by_loop(model, size, bounds):
 def test_transforms_take_effect_at_the_next_window(batch):
     ours, theirs = mlp(), mlp()
     bounds = [None, 2.0, 2.0, 0.5, None, None]
-    step = step_of(ours, samples=4, audit=False)
+    step = step_of(ours, samples=4, recheck=False)
     for update, bound in zip(step.over(cut(DATA, batch)), [*bounds[1:], None], strict=True):
         if bound != bounds[update.index]:
             step.transforms = [] if bound is None else [sw.clip(bound)]
@@ -150,7 +150,7 @@ def test_a_resumed_window_gets_the_settings_of_on_epoch_start(tmp_path, transfor
         return step
 
     whole = fit(tmp_path / "whole", Batches())
-    assert fit(tmp_path / "stopped", Batches(stop)).has_pending_samples
+    assert fit(tmp_path / "stopped", Batches(stop))._has_pending_samples
     resumed = fit(tmp_path / "stopped", Batches(), resume=True)
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -234,7 +234,7 @@ def test_something_else_than_a_loader(data):
             use(data)
 
 
-def test_transforms_of_interacting_samples_are_audited_when_they_come():
+def test_transforms_of_interacting_samples_are_rechecked_when_they_come():
     """Without transforms, samples that depend on each other are only warned about."""
 
     def mixing(model, batch):

@@ -199,7 +199,7 @@ def test_a_window_that_will_be_skipped():
     def huge_at_first(model, batch):
         return losses_of(model, batch) * (2.0**20 if torch.equal(batch[0], X[:4]) else 1)
 
-    options = dict(samples=8, precision="16-mixed", transforms=sw.clip(1.0), audit=False)
+    options = dict(samples=8, precision="16-mixed", transforms=sw.clip(1.0), recheck=False)
     run = Run(huge_at_first, **options)
     run.step(rows(0, 4))
     other = Run(huge_at_first, seed=1, **options).load(run.save())
@@ -273,7 +273,7 @@ def test_sparse_sums():
 def test_a_window_that_will_be_skipped_can_be_saved_whatever_was_known_before():
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    options = dict(samples=6, on_nonfinite="skip", audit=False)
+    options = dict(samples=6, on_nonfinite="skip", recheck=False)
     step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), transforms=[sw.clip(1.0)], **options)
     good, bad, target = torch.randn(2, 3), torch.full((2, 3), torch.nan), torch.tensor([0, 1])
     assert step((good, target)) == step((bad, target)) == []

@@ -64,7 +64,7 @@ def agrees(transforms, rule, shape, loss_fn=squared, **options):
     ours, theirs = mlp(), mlp()
     batch, samples, microbatch = shape
     transforms, data = fitted(transforms, TABLE, DATA, samples or batch)
-    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, transforms, **options)
+    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch=microbatch, transforms=transforms, **options)
     updates = list(step.over(cut(data, batch)))
     wanted = list(loop(theirs, loss_fn, cut(data, samples or batch), rule))
     for update, (window, c) in zip(updates, wanted, strict=True):
@@ -259,7 +259,7 @@ def test_grad_norm_is_that_of_the_divided_sum():
 
 def test_max_grad_norm_comes_after_the_division():
     ours, theirs = mlp(), mlp()
-    sw.Step(ours, sw.sgd(LR), squared, 13, 4, sw.clip(4.0), max_grad_norm=0.1).run([DATA])
+    sw.Step(ours, sw.sgd(LR), squared, 13, microbatch=4, transforms=sw.clip(4.0), max_grad_norm=0.1).run([DATA])
     window = one_by_one(theirs, squared, DATA)
     c = clipped(window.norms, 4.0)
     norm = torch.cat([torch.tensordot(c, g, dims=1).flatten() for g in window.grads.values()]).norm() / 13
@@ -305,7 +305,9 @@ def of_attribute(model, batch):
 def test_weights_in_batches_of_any_kind(kind, loss_fn, key, shape):
     ours, theirs = mlp(), mlp()
     batch, samples, microbatch = shape
-    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, sw.weight(key, renormalize=True))
+    step = sw.Step(
+        ours, sw.sgd(LR), loss_fn, samples, microbatch=microbatch, transforms=sw.weight(key, renormalize=True)
+    )
     step.run([kind(b) for b in cut(DATA, batch)])
     list(loop(theirs, squared, windows(*shape), over_shares(lambda w: w.batch["w"])))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
@@ -314,7 +316,9 @@ def test_weights_in_batches_of_any_kind(kind, loss_fn, key, shape):
 def test_a_table_looked_up_by_a_place_in_the_tuple():
     ours, theirs = mlp(), mlp()
     batches = [(b["i"], b["x"], b["y"]) for b in cut(DATA, 4)]
-    sw.Step(ours, sw.sgd(LR), lambda m, b: of_place(m, b[1:]), 5, 2, sw.weight(TABLE, index=0)).run(batches)
+    sw.Step(
+        ours, sw.sgd(LR), lambda m, b: of_place(m, b[1:]), 5, microbatch=2, transforms=sw.weight(TABLE, index=0)
+    ).run(batches)
     list(loop(theirs, squared, cut(DATA, 5), over_counts(lambda w: TABLE[w.batch["i"]])))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
@@ -322,14 +326,16 @@ def test_a_table_looked_up_by_a_place_in_the_tuple():
 def test_a_list_of_numbers_is_as_exact_as_a_tensor():
     data = {**DATA, "w": DATA["w"].tolist()}
     ours, theirs = mlp(), mlp()
-    sw.Step(ours, sw.sgd(LR), squared, 5, 2, sw.weight("w")).run(cut(data, 4))
+    sw.Step(ours, sw.sgd(LR), squared, 5, microbatch=2, transforms=sw.weight("w")).run(cut(data, 4))
     list(loop(theirs, squared, cut(DATA, 5), over_counts(lambda w: w.batch["w"])))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
 def test_whole_numbers_and_truth_values_are_weights():
     ours, theirs = mlp(), mlp()
-    sw.Step(ours, sw.sgd(LR), squared, 5, 2, [sw.weight("n"), lambda norms: norms > 4.0]).run(cut(DATA, 4))
+    sw.Step(ours, sw.sgd(LR), squared, 5, microbatch=2, transforms=[sw.weight("n"), lambda norms: norms > 4.0]).run(
+        cut(DATA, 4)
+    )
     list(
         loop(
             theirs, squared, cut(DATA, 5), over_counts(lambda w: w.batch["n"] * (w.batch["n"] * w.norms > 4.0).double())
@@ -359,7 +365,7 @@ def weights_of(first, rest):
 @pytest.mark.parametrize("microbatch", [None, 2])
 def test_first_weights_all_zero(microbatch):
     model = mlp()
-    step = sw.Step(model, sw.sgd(LR), squared, 5, microbatch, sw.weight("w"))
+    step = sw.Step(model, sw.sgd(LR), squared, 5, microbatch=microbatch, transforms=sw.weight("w"))
     message = (
         r"at least one sample of the first update must have a nonzero weight; found none with chain\(weight\('w'\)"
     )
@@ -381,7 +387,7 @@ def test_first_gradients_clipped_to_nothing():
 
 def test_later_weights_all_zero_change_nothing():
     model = mlp()
-    step = sw.Step(model, sw.sgd(LR), squared, 5, None, sw.weight("w"))
+    step = sw.Step(model, sw.sgd(LR), squared, 5, transforms=sw.weight("w"))
     after = [{name: p.detach().clone() for name, p in model.named_parameters()} for _ in step.over([weights_of(1, 0)])]
     assert len(after) == 3
     close(after[1], after[0], rtol=0, atol=0)
@@ -389,7 +395,7 @@ def test_later_weights_all_zero_change_nothing():
 
 def test_weights_that_sum_to_zero_cannot_be_divided_by():
     model = mlp()
-    step = sw.Step(model, sw.sgd(LR), squared, 5, None, sw.weight("w", renormalize=True))
+    step = sw.Step(model, sw.sgd(LR), squared, 5, transforms=sw.weight("w", renormalize=True))
     updates = step.over([weights_of(1, 0)])
     next(updates)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -409,7 +415,9 @@ def test_a_gradient_of_zero(transform):
         return squared(model, batch) * (batch["i"] != 7)
 
     ours = mlp()
-    (update,) = sw.Step(ours, sw.sgd(LR), masked, 13, 4, [transform, lambda norms: 1 + norms])(DATA)
+    (update,) = sw.Step(ours, sw.sgd(LR), masked, 13, microbatch=4, transforms=[transform, lambda norms: 1 + norms])(
+        DATA
+    )
     (place,) = (DATA["i"] == 7).nonzero().tolist()[0]
     assert update.norms[place] == 0
     assert update.weights.isfinite().all()
@@ -439,7 +447,9 @@ def test_a_reference_is_made_once_per_window(shape):
         return (window.dots(mean) / window.norms / length).clamp(min=0), len(window.losses)
 
     batch, samples, microbatch = shape
-    updates = sw.Step(ours, sw.sgd(LR), squared, samples, microbatch, sw.align(reference)).run(cut(DATA, batch))
+    updates = sw.Step(ours, sw.sgd(LR), squared, samples, microbatch=microbatch, transforms=sw.align(reference)).run(
+        cut(DATA, batch)
+    )
     list(loop(theirs, squared, windows(*shape), cosine))
     assert len(calls) == updates.updates
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
@@ -460,7 +470,9 @@ def test_a_reference_may_be_made_by_backward(shape):
         return window.dots(mean).clamp(min=0), len(window.losses)
 
     batch, samples, microbatch = shape
-    sw.Step(ours, sw.sgd(0.01 * LR), squared, samples, microbatch, sw.align(reference, by="dot")).run(cut(DATA, batch))
+    sw.Step(
+        ours, sw.sgd(0.01 * LR), squared, samples, microbatch=microbatch, transforms=sw.align(reference, by="dot")
+    ).run(cut(DATA, batch))
     list(loop(theirs, squared, windows(*shape), lambda w: (0.01 * dot(w)[0], dot(w)[1])))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
@@ -469,7 +481,7 @@ def test_a_reference_may_be_made_by_backward(shape):
 def test_samples_that_point_away_get_nothing(by):
     window = one_by_one(mlp(), squared, DATA)
     towards = {name: g[5] for name, g in window.grads.items()}
-    (update,) = sw.Step(mlp(), sw.sgd(LR), squared, None, 4, sw.align(towards, by=by))(DATA)
+    (update,) = sw.Step(mlp(), sw.sgd(LR), squared, None, microbatch=4, transforms=sw.align(towards, by=by))(DATA)
     away = window.dots(towards) < 0
     assert 0 < int(away.sum()) < 13
     assert torch.equal(update.weights == 0, away)
@@ -513,7 +525,7 @@ def test_noise_comes_once_on_the_sum_before_it_is_divided(bound, shape, loss_fn)
     batch, samples, microbatch = shape
     transforms = [sw.noise(0.5)] if bound is None else [sw.clip(bound), sw.noise(0.5)]
     torch.manual_seed(7)
-    sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, transforms).run(cut(DATA, batch))
+    sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch=microbatch, transforms=transforms).run(cut(DATA, batch))
     torch.manual_seed(7)
     noisy(theirs, loss_fn, windows(*shape), lambda w: clipped(w.norms, bound or math.inf), 0.5, torch.randn_like)
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
@@ -523,7 +535,7 @@ def test_noise_from_a_generator_of_its_own():
     ours, theirs = mlp(), mlp()
     before = torch.get_rng_state()
     own = torch.Generator().manual_seed(11)
-    sw.Step(ours, sw.sgd(LR), squared, 5, 2, sw.noise(0.5, generator=own)).run(cut(DATA, 4))
+    sw.Step(ours, sw.sgd(LR), squared, 5, microbatch=2, transforms=sw.noise(0.5, generator=own)).run(cut(DATA, 4))
     assert torch.equal(before, torch.get_rng_state())
     again = torch.Generator().manual_seed(11)
 
@@ -548,7 +560,7 @@ class UnusedLayer(nn.Module):
 def test_noise_on_parameters_that_the_loss_does_not_reach(transforms):
     model = UnusedLayer()
     before = model.unused.weight.detach().clone()
-    step = sw.Step(model, sw.sgd(LR), squared, 13, 4, transforms)
+    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch=4, transforms=transforms)
     torch.manual_seed(7)
     step(DATA)  # no word of parameters that are not reached: noise moves them
     torch.manual_seed(7)
@@ -559,7 +571,7 @@ def test_noise_on_parameters_that_the_loss_does_not_reach(transforms):
 def test_two_noises():
     ours, theirs = mlp(), mlp()
     torch.manual_seed(7)
-    sw.Step(ours, sw.sgd(LR), squared, 13, 4, [sw.noise(0.5), sw.noise(2.0)]).run([DATA])
+    sw.Step(ours, sw.sgd(LR), squared, 13, microbatch=4, transforms=[sw.noise(0.5), sw.noise(2.0)]).run([DATA])
     torch.manual_seed(7)
     first, second = ([torch.randn_like(p) for p in theirs.parameters()] for _ in range(2))
     both = iter([a + 4.0 * b for a, b in zip(first, second, strict=True)])
@@ -578,7 +590,7 @@ def test_a_sum_transform_of_ones_own():
 
     ours, theirs = mlp(), mlp()
     double = SumTransform("double()", "Σ g", act)
-    sw.Step(ours, sw.sgd(LR), squared, 5, 2, [sw.clip(4.0), double]).run(cut(DATA, 4))
+    sw.Step(ours, sw.sgd(LR), squared, 5, microbatch=2, transforms=[sw.clip(4.0), double]).run(cut(DATA, 4))
     wanted = list(loop(theirs, squared, cut(DATA, 5), lambda w: (2 * clipped(w.norms, 4.0), len(w.losses))))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
     assert len(seen) == 3
@@ -621,7 +633,7 @@ WINDOWED = {
 def test_both_passes_see_the_same_dropout(shape, transforms, coefficient):
     batch, samples, microbatch = shape
     ours, theirs = with_dropout(), with_dropout()
-    step = sw.Step(ours, sw.sgd(LR), squared, samples, microbatch, transforms)
+    step = sw.Step(ours, sw.sgd(LR), squared, samples, microbatch=microbatch, transforms=transforms)
     torch.manual_seed(9)
     (update,) = step.over(cut(DATA, batch))
     after = torch.get_rng_state()
@@ -650,7 +662,15 @@ def test_a_random_reference_does_not_come_between_the_passes():
         seen.append((hidden == 0).clone())
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
-    step = sw.Step(ours, sw.sgd(LR), watched, None, 4, [sw.align(reference), sw.drop(largest=3)], audit=False)
+    step = sw.Step(
+        ours,
+        sw.sgd(LR),
+        watched,
+        None,
+        microbatch=4,
+        transforms=[sw.align(reference), sw.drop(largest=3)],
+        recheck=False,
+    )
     step(DATA)
     masks = seen.take()
     assert len(masks) == 8
@@ -677,7 +697,7 @@ def aging(model, batch):
 @pytest.mark.parametrize("transforms", [sw.drop(largest=3), sw.clip(4.0), ()], ids=repr)
 def test_buffers_advance_once_per_piece(transforms):
     ours, theirs = Counting(), Counting()
-    step = sw.Step(ours, sw.sgd(LR), aging, 7, 3, transforms)
+    step = sw.Step(ours, sw.sgd(LR), aging, 7, microbatch=3, transforms=transforms)
     updates = list(step.over(cut(DATA, 5)))
     for update, sizes in zip(updates, [(0, 3, 5, 7), (7, 10, 13)], strict=True):
         pieces = [{k: v[a:b] for k, v in DATA.items()} for a, b in pairwise(sizes)]
@@ -718,7 +738,7 @@ def own(answer, **options):
 )
 def test_answers_that_are_no_coefficients(transform, message):
     model = mlp()
-    step = sw.Step(model, sw.sgd(LR), squared, 13, 4, transform)
+    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch=4, transforms=transform)
     with pytest.raises(sw.TransformError, match=message):
         step(DATA)
     close(dict(model.named_parameters()), dict(mlp().named_parameters()), rtol=0, atol=0)
@@ -746,7 +766,7 @@ def test_coefficients_for_some_parameters_only():
 def test_a_table_of_weights_shorter_than_the_window():
     message = r"weight\(tensor of 6\) must have one value for each sample of the window; found a window of at least 8"
     with pytest.raises(sw.TransformError, match=message + r".*samples=.*index="):
-        sw.Step(mlp(), sw.sgd(LR), squared, 13, 4, sw.weight(TABLE[:6]))(DATA)
+        sw.Step(mlp(), sw.sgd(LR), squared, 13, microbatch=4, transforms=sw.weight(TABLE[:6]))(DATA)
 
 
 def test_weights_that_are_not_in_the_batch():
@@ -764,7 +784,7 @@ def test_one_transform_a_list_or_a_chain():
     found = []
     for transforms in (sw.clip(4.0), [sw.clip(4.0)], sw.chain(sw.clip(4.0)), (t for t in [sw.clip(4.0)])):
         model = mlp()
-        sw.Step(model, sw.sgd(LR), squared, 5, 2, transforms).run(cut(DATA, 4))
+        sw.Step(model, sw.sgd(LR), squared, 5, microbatch=2, transforms=transforms).run(cut(DATA, 4))
         found.append(dict(model.named_parameters()))
     assert len(found) == 4
     for other in found[1:]:
@@ -774,7 +794,7 @@ def test_one_transform_a_list_or_a_chain():
 def test_an_optimizer_sees_the_same_gradients():
     ours, theirs = mlp(), mlp()
     adam = torch.optim.AdamW(ours.parameters(), lr=0.01)
-    sw.Step(ours, adam, counted, 5, 2, [sw.drop(largest=1), sw.clip(4.0)]).run(cut(DATA, 4))
+    sw.Step(ours, adam, counted, 5, microbatch=2, transforms=[sw.drop(largest=1), sw.clip(4.0)]).run(cut(DATA, 4))
     adam = torch.optim.AdamW(theirs.parameters(), lr=0.01)
     for batch in cut(DATA, 5):
         window = one_by_one(theirs, counted, batch)
@@ -788,7 +808,7 @@ def test_an_optimizer_sees_the_same_gradients():
 
 def test_by_hand():
     ours, theirs = mlp(), mlp()
-    step = sw.Step(ours, sw.sgd(LR), counted, 7, 2, [sw.drop(largest=1), sw.clip(4.0)])
+    step = sw.Step(ours, sw.sgd(LR), counted, 7, microbatch=2, transforms=[sw.drop(largest=1), sw.clip(4.0)])
     assert [len(step(batch)) for batch in cut(DATA, 4)] == [0, 1, 0, 0]
     assert step.flush().samples == 6
     assert step.flush() is None
@@ -807,7 +827,7 @@ def test_by_hand():
 @pytest.mark.parametrize("tail", ["drop", "carry"])
 def test_ragged_ends(tail):
     ours, theirs = mlp(), mlp()
-    step = sw.Step(ours, sw.sgd(LR), counted, 5, 2, sw.drop(largest=1), tail=tail)
+    step = sw.Step(ours, sw.sgd(LR), counted, 5, microbatch=2, transforms=sw.drop(largest=1), tail=tail)
     for _ in range(2):
         step.run(cut(DATA, 4))
     twice = {key: torch.cat([values, values]) for key, values in DATA.items()}
@@ -855,7 +875,7 @@ def test_a_tensor_of_weights_must_have_the_length_of_the_window(length, options,
         next(updates)
     close(dict(model.named_parameters()), before, rtol=0, atol=0)
     assert step.counters.updates == (2 if whole else 0)
-    assert not step.has_pending_samples
+    assert not step._has_pending_samples
 
 
 def test_accumulated_samples_are_counted_for_a_tensor_of_weights():

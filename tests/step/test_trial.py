@@ -45,7 +45,7 @@ def made(compile=True, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    return sw.Step(model, optimizer, nn.MSELoss(), compile=compile, audit=False, **options)
+    return sw.Step(model, optimizer, nn.MSELoss(), compile=compile, recheck=False, **options)
 
 
 def values(step):
@@ -61,7 +61,7 @@ def assert_same(mine, other):
 def run(step, updates=4):
     torch.manual_seed(3)
     lines = []
-    with step.slow_compile_notice(lines.append):
+    with step._slow_compile_notice(lines.append):
         for _ in range(updates):
             step(BATCH)
     return [line for line in lines if not line.startswith("compiling")]  # printed on a busy machine
@@ -163,7 +163,7 @@ def test_tensors_that_the_loss_function_changes_are_restored():
     for compile in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
-        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, compile=compile, audit=False)
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, compile=compile, recheck=False)
         calls.zero_()
         drawn.manual_seed(0)
         step(BATCH)

@@ -256,7 +256,7 @@ def seeing(seen):
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_breaking_out_loses_nothing_and_sees_nothing_twice(stop_after, microbatch):
     seen = []
-    model, step = make_step(seeing(seen), samples=3, microbatch=microbatch, audit=False)
+    model, step = make_step(seeing(seen), samples=3, microbatch=microbatch, recheck=False)
     batches = iter(DataLoader(TensorDataset(X, Y, torch.arange(N)), batch_size=10))
     for k, _ in enumerate(step.over(batches), start=1):
         if k == stop_after:
@@ -274,7 +274,7 @@ def test_breaking_out_loses_nothing_and_sees_nothing_twice(stop_after, microbatc
 def test_breaking_out_of_a_loader_that_starts_again():
     """The unused samples of the last batch come first."""
     seen = []
-    _, step = make_step(seeing(seen), samples=3, audit=False)
+    _, step = make_step(seeing(seen), samples=3, recheck=False)
     batches = DataLoader(TensorDataset(X, Y, torch.arange(N)), batch_size=10)
     for _ in step.over(batches):
         break
@@ -350,7 +350,8 @@ def test_fields():
         norm = parameters_to_vector(gradient).norm().item()
         assert update.grad_norm == pytest.approx(norm, rel=1e-12)
         assert update.seconds >= 0
-        assert f"Update({k}: {len(window)} samples" in repr(update)
+        shown = f"index={k}, samples={len(window)}, loss={update.loss:.4g}, grad_norm={norm:.4g}, lr=0.1"
+        assert repr(update) == f"Update({shown})"
         model = copy.deepcopy(step.model)
     assert k == 2
 
@@ -656,7 +657,7 @@ def word_batches(batch):
 def test_sparse_gradients(batch, microbatch):
     model = Words(sparse=True)
     step = sw.Step(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), of_words, samples=10, microbatch=microbatch, audit=False
+        model, torch.optim.SGD(model.parameters(), lr=0.1), of_words, samples=10, microbatch=microbatch, recheck=False
     )
     step.run(word_batches(batch))
     assert model.embed.weight.grad.is_sparse
@@ -674,9 +675,9 @@ def test_noise_is_also_on_rows_that_no_sample_has(before):
     assert_same(sparse, dense)
 
 
-def test_sparse_gradients_with_the_audit():
+def test_sparse_gradients_with_the_recheck():
     model = Words(sparse=True)
-    sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), of_words, samples=10, audit=1).run(word_batches(4))
+    sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), of_words, samples=10, recheck=1).run(word_batches(4))
     assert_same(model, words_after(windows(N, 10, "update", 1))[0])
 
 
@@ -730,7 +731,7 @@ def test_sparse_adam():
             for bad in ("16", 32)
         ],
         *[
-            (dict(audit=bad), "audit must be a positive number of updates, None or False; found")
+            (dict(recheck=bad), "recheck must be a positive number of updates, None or False; found")
             for bad in (0, -3, True, 1.5, "always")
         ],
         *[
@@ -815,7 +816,7 @@ def test_columns_that_change_within_a_window_are_refused(first):
         losses = model(batch[0]).squeeze(1)
         return losses, {name: torch.full_like(losses, value) for name, value in next(returned).items()}
 
-    step = sw.Step(nn.Linear(2, 1), sw.sgd(0.1), loss_fn, samples=4, microbatch=2, audit=False)
+    step = sw.Step(nn.Linear(2, 1), sw.sgd(0.1), loss_fn, samples=4, microbatch=2, recheck=False)
     (update,) = step((torch.ones(4, 2),))
     with pytest.raises(
         sw.LossesError,
@@ -831,7 +832,8 @@ def test_one_name_may_be_recorded_without_a_set(record):
     assert update.norms.shape == (len(Y),)
 
 
-def test_one_update_is_written_in_the_singular():
-    _, step = make_step(audit=False)
-    assert repr(step.run([(X[:1], Y[:1])])).startswith("1 update, 1 sample, loss ")
-    assert repr(step((X, Y))[0]).startswith(f"Update(1: {len(Y)} samples, loss ")
+def test_totals_are_shown():
+    _, step = make_step(recheck=False)
+    totals = step.run([(X[:1], Y[:1]), (X, Y)])
+    shown = f"updates=2, samples={1 + len(Y)}, loss={totals.loss:.4g}, seconds={totals.seconds:.2f}"
+    assert repr(totals) == f"Totals({shown})"

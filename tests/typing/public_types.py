@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +65,14 @@ def step() -> None:
     assert_type(step.counters.updates, int)
     assert_type(step.run([x]).loss, float)
     assert_type(step.samples, int | None)
+    assert_type(step.tail, Literal["update", "drop", "carry"])
+    print(step.optimizer.param_groups[0]["lr"])
     assert_type(step.state_dict(), dict[str, Any])
     sw.Step(model, sw.sgd(0.1), nn.MSELoss(), microbatch="auto")
     sw.Step(model, sw.sgd(0.1), nn.functional.cross_entropy, microbatch=sw.auto(memory=10**9))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    sw.Step(model, optimizer, losses_of, scheduler=scheduler, tail="carry", compile="auto", record=["norms"])
+    sw.Step(model, optimizer, losses_of, parallel=sw.parallel.fsdp([nn.Linear]), on_nonfinite="skip", recheck=False)
 
 
 class Net(nn.Module):
@@ -92,7 +97,8 @@ def functions_of_users() -> None:
 
 def private_step(plan: sw.Privacy) -> None:
     step = sw.Step(model, optimizer, losses_of, privacy=plan)
-    assert_type(step.privacy.spent().epsilon, float | Any)
+    assert step.privacy is not None
+    assert_type(step.privacy.spent().epsilon, float)
     assert_type(plan.noise_multiplier, float | Any)
 
 
@@ -106,9 +112,10 @@ def update(update: sw.Update) -> None:
     assert_type(update.skipped, bool)
     assert_type(update.seconds, float)
     assert_type(update.phases, dict[str, float])
-    assert_type(update.weights, Tensor | Any)
-    assert_type(update.lr, float | Any)
-    assert_type(update.columns, dict[str, Tensor | Any])
+    assert_type(update.weights, Tensor | dict[str, Tensor])
+    assert_type(update.lr, float | tuple[float, ...])
+    assert_type(update.columns, dict[str, Tensor | list[Any]])
+    assert isinstance(update.weights, Tensor)
     share = (update.weights < 1).float().mean()
     print(f"{share:.0%} of {update.samples} samples clipped")
 

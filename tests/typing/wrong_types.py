@@ -23,5 +23,14 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.Step(model, optimizer)  # wrong
     sw.Step(model, optimizer, 3)  # wrong
     sw.Step(model, optimizer, nn.MSELoss(), transforms=[1.0])  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), tail="last")  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), on_nonfinite="warn")  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), precision="fp16")  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), compile="always")  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), parallel="dp")  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), record=["losses"])  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), interacting="warn")  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), microbatch="all")  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))  # wrong
     update.loss.backward()  # wrong
     sw.Trainer(step).fit(losses, epoch=3)  # wrong

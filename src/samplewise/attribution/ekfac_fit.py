@@ -27,13 +27,13 @@ from samplewise.core.batches import keep_whole, length, take
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import RandomState
-from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.checks import wide_dtype
 from samplewise.engine.gradients import factored_forms, wanted_parameters
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
 from samplewise.eval_pass import share_of_rank
+from samplewise.parallel.group import current_group, on_every_rank
 from samplewise.scan import scan
 
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis

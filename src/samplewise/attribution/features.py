@@ -17,10 +17,10 @@ from samplewise.core.constants import same_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.losses import LossFn
 from samplewise.core.tensor_bytes import tensor_bytes
-from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.engine.gradients import project
 from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
+from samplewise.parallel.group import current_group, errors_on_all_ranks
 from samplewise.scan import Scanner
 
 # Rows are written when they have this many elements, or when this time has passed since the last write.

@@ -12,11 +12,11 @@ from samplewise.attribution.curvature import Rows, check_damping, check_shapes
 from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
-from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.checks import check_attached, check_model
 from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import ParameterError
 from samplewise.eval_pass import share_of_rank
+from samplewise.parallel.group import current_group, on_every_rank
 
 LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64
 ELEMENTS = 2**18  # of one output of the model for all directions that are multiplied at a time

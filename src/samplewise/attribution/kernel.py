@@ -18,8 +18,8 @@ from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.atomic_io import atomic_write
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import StoreError
+from samplewise.parallel.group import current_group
 
 CHUNK = 8192  # rows in memory at a time
 

@@ -43,11 +43,11 @@ from samplewise.core.losses import LossFn
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
-from samplewise.distributed.group import current_group, on_every_rank, on_rank_zero
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_has_all_samples, check_order, map_over_ranks
+from samplewise.parallel.group import current_group, on_every_rank, on_rank_zero
 
 FORMAT = 2
 SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1

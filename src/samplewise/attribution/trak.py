@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
-from samplewise.distributed.group import current_group, on_rank_zero
 from samplewise.eval_pass import check_train_and_queries
+from samplewise.parallel.group import current_group, on_rank_zero
 
 
 def trak(

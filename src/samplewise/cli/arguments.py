@@ -31,7 +31,7 @@ def device_named(name: str) -> torch.device:
     """The device for the value of --device; raises typer.BadParameter if torch cannot use it."""
     import torch
 
-    from samplewise.distributed.launch import resolve_device
+    from samplewise.parallel.launch import resolve_device
 
     try:
         device = resolve_device(name)

@@ -195,7 +195,7 @@ def _warmed_up_step(recipe_check: RecipeCheck, name: str, microbatch: int | None
     """A step that has made one update, or None if the update is refused."""
     model, optimizer, loss = recipe_check.fresh_copy()
     try:
-        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=recipe_check.updates[name], audit=False)
+        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=recipe_check.updates[name], recheck=False)
         step(recipe_check.batch)
     except SamplewiseError:
         return None
@@ -216,7 +216,7 @@ def _measure_compiled(recipe_check: RecipeCheck) -> list[CompileGain]:
 
     def make_step(samples: int | None, compile: bool) -> Step:
         model, optimizer, loss = recipe_check.fresh_copy()
-        return Step(model, optimizer, loss, samples=samples, audit=False, compile=compile)
+        return Step(model, optimizer, loss, samples=samples, recheck=False, compile=compile)
 
     with _slow_notice("compiling and measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason is printed below

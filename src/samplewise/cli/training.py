@@ -16,11 +16,11 @@ from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe import Recipe
 from samplewise.core.atomic_io import absolute
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
-from samplewise.distributed.launch import join_process_group
 from samplewise.ledger.ledger import Ledger
 from samplewise.loop.data.rng import seed_everything
 from samplewise.loop.trainer import Trainer
+from samplewise.parallel import launch
+from samplewise.parallel.group import current_group
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clip_transform
 
@@ -39,7 +39,7 @@ def train_recipe(
 ) -> None:
     """Train the model of a recipe and print a summary. source: the content of the file."""
     recorder = _make_ledger() if ledger else None
-    target = join_process_group(device_named(device))
+    target = launch.join(device_named(device))
     run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
     seed_everything(seed)
     recipe = Recipe(path, source)
@@ -80,7 +80,7 @@ def _fit(
             callbacks.append(ledger)
             loader, loss = with_ids(loader, loss)
             stack.enter_context(explain_missing_ids())
-        step = Step(model, optimizer, loss, scheduler=scheduler, strategy="ddp", **step_options)
+        step = Step(model, optimizer, loss, scheduler=scheduler, parallel="ddp", **step_options)
         trainer = Trainer(step, run, callbacks, metrics=metrics, device=device, seed=seed)
         return trainer, trainer.fit(loader, validation, **fit_options)
 

@@ -110,8 +110,8 @@ def show_cost(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Print the time of an update with and without per-sample norms, measured interleaved."""
     batch = (x[:512], y[:512])
     steps = [
-        sw.Step(model_copy, sw.sgd(1e-3), loss_fn, record=record, audit=False)
-        for model_copy, record in ((copy.deepcopy(model).train(), ()), (copy.deepcopy(model).train(), ("norms",)))
+        sw.Step(copy.deepcopy(model).train(), sw.sgd(1e-3), loss_fn, recheck=False),
+        sw.Step(copy.deepcopy(model).train(), sw.sgd(1e-3), loss_fn, recheck=False, record="norms"),
     ]
     seconds: list[list[float]] = [[], []]
     for _ in range(30):

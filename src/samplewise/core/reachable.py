@@ -313,7 +313,7 @@ class Reachable:
 
     def _visit_object(self, value: Any, depth: int) -> None:
         kind = type(value)
-        if _module_of(kind).startswith("samplewise.distributed."):
+        if _module_of(kind).startswith("samplewise.parallel."):
             return  # counts the passes of ranks; no loss depends on it
         if isinstance(value, CONTAINERS):
             self._visit_container(value, depth)

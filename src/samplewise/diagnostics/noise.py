@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from samplewise.distributed.group import current_group
 from samplewise.engine.gradients import Gradients
+from samplewise.parallel.group import current_group
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.transform import Grouping, SumTransform, Transform
 
@@ -139,7 +139,7 @@ class NoiseScale:
         """
         if trainer is not None:
             _check_transforms(trainer.step.transforms)  # they may have been replaced since the fit started
-        if update.skipped or update.samples < 2 or update.updates > 1:
+        if update.skipped or update.samples < 2 or update._updates > 1:
             return
         weights = update.weights
         if isinstance(weights, Mapping):
@@ -148,7 +148,7 @@ class NoiseScale:
                 "gradients g and call add(g)."
             )
         norms = current_group().all_gather_rows(update.norms * weights.abs())
-        mean_norm = update.grad_norm * float(update.sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
+        mean_norm = update.grad_norm * float(update._sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
         estimate = self.add(norms, mean_norm)
         if trainer is not None and trainer.step.counters.updates % trainer.log_every == 0:
             numbers = {"scale": estimate.scale, "trace": estimate.trace, "signal": estimate.signal}

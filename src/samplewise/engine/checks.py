@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from samplewise.distributed.sharded_parameters import is_sharded, whole_parameters
 from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
+from samplewise.parallel.sharded_parameters import is_sharded, whole_parameters
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Weights = Tensor | float | Mapping[str, Tensor | float]

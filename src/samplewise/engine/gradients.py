@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.text import listed, plural, render
-from samplewise.distributed.ddp import inner, refuse_replicas
-from samplewise.distributed.group import current_group
-from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.engine.backward import accumulate_grad, notifying
 from samplewise.engine.checks import (
     Parameters,
@@ -39,6 +36,9 @@ from samplewise.engine.projection import Projection
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
+from samplewise.parallel.ddp import inner, refuse_replicas
+from samplewise.parallel.group import current_group
+from samplewise.parallel.sharded_parameters import is_sharded
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 

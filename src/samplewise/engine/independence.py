@@ -20,11 +20,11 @@ from samplewise.core.batchnorm import batch_norms
 from samplewise.core.losses import broadcast_cause
 from samplewise.core.tensor_storage import is_plain, stored_values
 from samplewise.core.text import listed
-from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
 from samplewise.engine.saved import SavedTensorReader, saved_tensor_names, with_base
 from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
+from samplewise.parallel.sharded_parameters import unsharded
 
 BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 REDUCTIONS = {"Mean", "Sum", "Var", "Std", "Cumsum", "Softmax", "LogSoftmax", "Amax", "Max", "Norm", "LinalgVectorNorm"}

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import OperandGradients, Stops, stops_at
 from samplewise.engine.checks import is_traced
 from samplewise.engine.cut import Cut, find_cut, probed_cut
@@ -53,6 +52,7 @@ from samplewise.engine.structure import once
 from samplewise.engine.tags import Regular, Tag
 from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
+from samplewise.parallel.sharded_parameters import unsharded
 
 Quantity = Callable[[PerSampleGrad, str], Any]
 

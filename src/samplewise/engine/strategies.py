@@ -25,7 +25,6 @@ from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseco
 
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.text import plural
-from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
@@ -43,6 +42,7 @@ from samplewise.engine.separation import is_deterministic
 from samplewise.engine.slow_paths import warn_if_slow
 from samplewise.engine.verify import follows_weights
 from samplewise.errors import GraphError
+from samplewise.parallel.sharded_parameters import unsharded
 
 Result = TypeVar("Result")
 

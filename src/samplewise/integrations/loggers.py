@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.core.atomic_io import absolute
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 
 class Logger(ABC):

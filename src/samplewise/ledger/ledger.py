@@ -16,7 +16,6 @@ from samplewise.core.atomic_io import absolute
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import random_state
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.aggregate import aggregate_visits
 from samplewise.ledger.files import (
@@ -31,6 +30,7 @@ from samplewise.ledger.files import (
 )
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
 from samplewise.ledger.rows import RowBlock
+from samplewise.parallel.group import current_group
 from samplewise.step.batch_columns import record_columns
 from samplewise.step.update import Outcome, Update
 
@@ -142,9 +142,9 @@ class Ledger:
             self._open(self._run_directory(), clear=False)
         assert self._parts is not None
         has_samples = self._parts.size == 1 or bool(
-            update.local_samples or update.batch_columns
+            update.local_samples or update._batch_columns
         )  # False: all samples are of other ranks
-        if has_samples and not update.has_columns(*self.keys):
+        if has_samples and not update._has_columns(*self.keys):
             raise LedgerError(
                 "an update must have the ids of all its samples to be recorded; found an update without some of them. "
                 "Call ledger.listen(step) before the first update, and do not add updates that were started earlier."

@@ -57,7 +57,7 @@ def _updates_to_columns(updates: Sequence[Update], epochs: Sequence[int | None],
     batches: list[BatchColumns] = []
     batch_epochs: list[int] = []
     for update, epoch in zip(updates, epochs, strict=True):
-        for batch in update.batch_columns:
+        for batch in update._batch_columns:
             batches.append(batch)
             batch_epochs.append(batch.epoch if epoch is None else epoch)
     batch_rows = [len(batch.values["id"]) for batch in batches]
@@ -101,7 +101,7 @@ def _reserved_name_error(name: str) -> LedgerError:
 def _count_rows(update: Update) -> int:
     """Number of samples of an update, counted by ids. A skipped update may have fewer losses than ids."""
     rows = 0
-    for batch in update.batch_columns:
+    for batch in update._batch_columns:
         ids = batch.values["id"]
         if not isinstance(ids, (Tensor, list, tuple)) or getattr(ids, "ndim", 1) != 1:
             description = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -124,7 +124,7 @@ def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor 
 
     The weights of a skipped update are 0; values that were not computed are NaN.
     """
-    extra = update.loss_columns
+    extra = update._loss_columns
     for name in extra:
         if name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
@@ -153,11 +153,11 @@ def _all_ones(counts: Column) -> bool:
 def _update_indices(updates: Sequence[Update], rows: Sequence[int]) -> Tensor:
     """Update index of each row. A group of updates made at once has the same number of samples in each update."""
     firsts = _repeated([update.index for update in updates], rows)
-    if all(update.updates == 1 for update in updates):
+    if all(update._updates == 1 for update in updates):
         return firsts
     offsets = []
     for update, count in zip(updates, rows, strict=True):
-        samples_per_update = count // update.updates
+        samples_per_update = count // update._updates
         offsets.append(torch.arange(count) // samples_per_update)
     return firsts + torch.cat(offsets)
 

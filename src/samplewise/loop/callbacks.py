@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.state import savable
 from samplewise.loop.checkpoint.storage import remove_checkpoint
 from samplewise.loop.set_lr import SetLR as SetLR
 from samplewise.loop.stopping import duration
+from samplewise.parallel.group import current_group
 
 MOST_LAYERS = 64  # maximum number of layers in a log line
 MODEL_FILE = Kind(

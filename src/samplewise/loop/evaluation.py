@@ -14,11 +14,11 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.snapshot import eval_mode
-from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import BatchError, LossesError
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed, fork_rng
 from samplewise.loop.metrics import OutputRecorder, as_metrics, results
+from samplewise.parallel.group import current_group, on_every_rank
 from samplewise.step.step import Step
 
 Forward = Callable[[nn.Module, Any], Any]  # (model, batch) -> outputs
@@ -74,7 +74,7 @@ class Evaluator:
                 f"forward must be a function (model, batch) -> outputs; found {type(forward).__name__}. Pass for "
                 "example lambda model, batch: model(batch[0])."
             )
-        if self._step.sharded:  # each pass is a collective: a rank that has finished serves the others
+        if self._step._sharded:  # each pass is a collective: a rank that has finished serves the others
             return on_every_rank(lambda: self._predict(loader, forward))
         return self._predict(loader, forward)
 

@@ -53,7 +53,7 @@ class LossMeter:
         and this code runs in less time than between the operations of two updates.
         """
         shown = [] if self._hidden else [update for update, _ in recent if not update.skipped]
-        pairs = [update.sums() for update in shown]
+        pairs = [update._sums() for update in shown]
         losses = _as_floats([loss for loss, _ in pairs])
         counts = _as_floats([count for _, count in pairs])
         seconds = sum(update.seconds for update, _ in recent)

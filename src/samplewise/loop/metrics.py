@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from samplewise.core.batches import length, to_device
 from samplewise.core.means import WeightedMean
-from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, LossesError
+from samplewise.parallel.group import current_group
 
 TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches
 LOG_FIELDS = ("kind", "epoch", "update", "loss", "train_loss")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 
 class Display(Protocol):

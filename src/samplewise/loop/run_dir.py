@@ -11,7 +11,6 @@ from typing import Any
 from samplewise.core.atomic_io import atomic_write
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.format_version import RUN_FILE, RUN_VERSION, other_version
-from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.format import STATE_FILE
@@ -19,6 +18,7 @@ from samplewise.loop.checkpoint.state import check_trainer_state
 from samplewise.loop.checkpoint.storage import BackgroundWriter
 from samplewise.loop.checkpoint.store import FOLDER, Checkpoints
 from samplewise.loop.log import Log
+from samplewise.parallel.group import current_group, on_every_rank
 
 
 def run_lock(directory: Path) -> DirectoryLock:

@@ -49,7 +49,7 @@ def _of_step(step: Step) -> dict[str, Any]:
         "loss": _loss(step.loss_fn),
         "optimizer": _optimizer(step.optimizer),
         "scheduler": None if step.scheduler is None else type(step.scheduler).__name__,
-        **step.settings,
+        **step.config.settings(),
     }
 
 

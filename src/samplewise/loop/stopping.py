@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from samplewise.core.snapshot import RandomState
-from samplewise.distributed import collectives
-from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
+from samplewise.parallel import collectives
+from samplewise.parallel.group import current_group
 from samplewise.step.step import Step
 
 # --- durations -------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class StopController(ABC):
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
         if self.reason is not None:
             return True
-        updates = self._step.started_updates
+        updates = self._step._started_updates
         if until.updates is not None and updates >= until.updates:
             updates = self._step.counters.updates  # exact; may wait for the device
         return until.reached(epochs, updates)
@@ -160,14 +160,14 @@ class SingleProcessStop(StopController):
             if not (self._has_signal or isinstance(error, LoaderStopped)):
                 raise
             self.request("stopped by the loader")  # unless there is a reason already
-            loader.commit(self._step.consumed)  # samples in the open window must not come again
+            loader.commit(self._step._consumed)  # samples in the open window must not come again
             raise LoaderStopped(self.reason) from error
 
     def batches(self, batches: Iterable[Any], loader: ResumableLoader) -> Iterator[Any]:
         with self.watch(loader):
             for batch in batches:
                 yield batch
-                if self._has_signal and not self._step.has_deferred_samples:
+                if self._has_signal and not self._step._has_deferred_samples:
                     raise LoaderStopped(self.reason)
 
     @contextmanager

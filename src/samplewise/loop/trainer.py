@@ -19,9 +19,6 @@ from samplewise.core.batches import to_device
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.text import plural
-from samplewise.distributed.ddp import inner
-from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
-from samplewise.distributed.launch import join_process_group
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, ModelCheckpoint
 from samplewise.loop.checkpoint.base import FrozenBase, with_base
@@ -48,6 +45,9 @@ from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
 from samplewise.loop.stopping import Duration, duration, stop_controller
+from samplewise.parallel import launch
+from samplewise.parallel.ddp import inner
+from samplewise.parallel.group import current_group, errors_on_all_ranks, on_every_rank
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 from samplewise.step.update import Update
@@ -70,7 +70,7 @@ class Trainer(CheckedAttributes):
     save: "all" (default); "trained" leaves frozen parameters out of checkpoints and saved models, for example the base
     of a LoRA model. Resuming then needs the same base model, which is compared by checksums.
 
-    If torchrun has started several processes, the trainer initializes the process group: see `sw.join_process_group`.
+    If torchrun has started several processes, the trainer initializes the process group: see `sw.parallel.join`.
     """
 
     _fixed: ClassVar = dict.fromkeys(
@@ -97,9 +97,9 @@ class Trainer(CheckedAttributes):
         self.seed = seed
         self.log_every = log_every
         self.run = None if run is None else absolute(run)
-        self.device = join_process_group(device)
+        self.device = launch.join(device)
         self.model.to(self.device)
-        step.attach_process_group()
+        step._attach_process_group()
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
             step.loss_fn.to(self.device)
         self.loader: Iterable[Any] | None = None  # loader of the last call of fit
@@ -150,7 +150,7 @@ class Trainer(CheckedAttributes):
                 sys.exit(130)
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
-        by `sw.sharded`.
+        by `sw.already_sharded`.
         validate: validation batches, evaluated after every epoch; None (default) for no validation.
         epochs, updates: exactly one is given. `epochs` may be an int, or a str such as "2ep" or "500up". Epochs and
         updates of a resumed run or of an earlier call count.
@@ -163,7 +163,7 @@ class Trainer(CheckedAttributes):
         with (
             only_fit_of(self.step),
             self._session(fast_dev_run),
-            self.step.slow_compile_notice(self._progress.line),
+            self.step._slow_compile_notice(self._progress.line),
         ):
             until = self._until(epochs, updates)
             self._check_private_options(overfit, validate)
@@ -268,13 +268,13 @@ class Trainer(CheckedAttributes):
             done = self.step.counters.updates
             batches = data.first_update(self._epoch, self.step.samples, lambda: self.step.counters.updates > done)
         else:
-            batches = data.epoch(self._epoch, rewind=not self.step.has_pending_samples)
+            batches = data.epoch(self._epoch, rewind=not self.step._has_pending_samples)
         for batch, position in self._stopping.batches(batches, data):
             yield BatchCursor(to_device(batch, self.device), position.inside, position.batches)
 
     def _record_update(self, update: Update, data: ResumableLoader) -> None:
         """Record an update: data position, meters, timer and, every `log_every` updates, a log line."""
-        data.commit(self.step.consumed)
+        data.commit(self.step._consumed)
         self._loss_meter.add(update, self._timer.add(update))
         if (update.index + 1) % self.log_every == 0 and not update.skipped:
             self._write_train_line(data)
@@ -324,7 +324,7 @@ class Trainer(CheckedAttributes):
         """Raise BatchError if the epoch has made no update, unless its samples are carried into the next epoch."""
         if self._loss_meter.has_updates_in_epoch:
             return
-        carried = current_group().all_reduce_scalars(self.step.has_pending_samples)[0]
+        carried = current_group().all_reduce_scalars(self.step._has_pending_samples)[0]
         if self.fast_dev_run or not carried:
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
@@ -423,7 +423,7 @@ class Trainer(CheckedAttributes):
         if not isinstance(fast_dev_run, bool):
             raise ValueError(f"fast_dev_run must be True or False; found {fast_dev_run!r}.")
         position = DataPosition() if self._loader is None else self._loader.committed
-        if fast_dev_run and (self.step.has_pending_samples or position.is_inside_epoch):
+        if fast_dev_run and (self.step._has_pending_samples or position.is_inside_epoch):
             raise ValueError(
                 "a fast_dev_run must start at the beginning of an epoch; found that an earlier call of fit has stopped "
                 "inside one. Make a new step and trainer for it."
@@ -482,7 +482,7 @@ class Trainer(CheckedAttributes):
         states = on_every_rank(lambda: {name: part_state(part) for name, part in parts.items()})
         states |= self._base.model_state()
         own = rank_state(self.step)
-        position = self._loader.state(self.step.consumed)
+        position = self._loader.state(self.step._consumed)
         states["trainer"] = {"epoch": self._epoch, **position, "log": log, "seed": self.seed}
         states["classes"] = class_names(parts)
         states["settings"] = self._settings.state_dict()
@@ -515,7 +515,7 @@ class Trainer(CheckedAttributes):
 
     def _parts(self) -> dict[str, Any]:
         """Return the objects with a state dict, by their names in a checkpoint."""
-        parts = {
+        parts: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.step.optimizer,
             "step": self.step,

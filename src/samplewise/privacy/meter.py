@@ -15,8 +15,8 @@ from torch import Tensor
 from samplewise.core.batches import has_rows, length, located_leaves, map_leaves, name_of
 from samplewise.core.losses import LossFn
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import BatchError, LossesError, PrivacyError, TransformError
+from samplewise.parallel.group import current_group, on_every_rank
 from samplewise.privacy.privacy import Privacy
 from samplewise.privacy.sampling import DrawnBatch
 from samplewise.privacy.spending import Release, load_secret, remove_secret, save_secret

@@ -24,8 +24,8 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from samplewise.core.batches import map_leaves
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, PrivacyError
+from samplewise.parallel.group import current_group
 from samplewise.privacy.streams import Secret, stream
 
 BLOCK = 1 << 20  # uniform numbers in memory at once

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-AUTOCAST_DTYPES = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+Precision = Literal["32", "bf16-mixed", "16-mixed"]
+AUTOCAST_DTYPES: dict[Precision, torch.dtype | None] = {
+    "32": None,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
 GROWTH_INTERVAL = 2000  # number of updates without overflow before the loss scale is doubled
 
 
@@ -16,7 +21,7 @@ class MixedPrecision:
     so that scaling is exact.
     """
 
-    def __init__(self, name: str | None):
+    def __init__(self, name: Precision | None):
         self.name = name
         self.scales = name == "16-mixed"
         self.scale = 2.0**16 if self.scales else 1.0

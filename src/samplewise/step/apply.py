@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.group import current_group
 from samplewise.engine.pending_checks import PendingChecks
 from samplewise.errors import ParameterError, SamplewiseError
+from samplewise.parallel.group import current_group
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.config import StepConfig
 from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients
@@ -152,7 +152,8 @@ class UpdateApplier:
             self.ranks.strategy.reshard()
         if self.precision.scales:
             self.precision.record_success()
-        return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag, scheduled)
+        norm = self._late_norm() if norms is None else norms.norm
+        return Outcome(False, rates, norm, flag, scheduled, norm_is_known=norms is not None)
 
     def _flag(self, window: Window, norms: GradNorms, others: Sequence[Tensor]) -> SkipFlag:
         """Flag of the update before it is clipped. `others`: values besides the gradients that must be finite."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from samplewise.distributed.strategy import Strategy
 from samplewise.errors import NonFiniteGradientError, PrivacyError
+from samplewise.parallel.strategy import Parallel
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
-from samplewise.step.amp import AUTOCAST_DTYPES
+from samplewise.step.amp import AUTOCAST_DTYPES, Precision
 from samplewise.step.functional_optim import GradientDescent
 from samplewise.step.microbatch import Auto, auto
 from samplewise.transforms.chain import Chain, as_chain
 
-TAILS = ("update", "drop", "carry")
-NONFINITE_POLICIES = ("raise", "skip", "ignore")
+Tail = Literal["update", "drop", "carry"]
+NonFinitePolicy = Literal["raise", "skip", "ignore"]
+Interaction = Literal["refuse", "allow"]
 ZERO = "zero"  # policy of private steps: a sample that is not finite contributes nothing
 RECORDABLE = frozenset({"norms"})
 
@@ -30,17 +31,17 @@ class StepConfig:
     """Settings of a step, as given to `Step`; see there. Raises ValueError for invalid values."""
 
     samples: int | None = None
-    tail: str = "update"
+    tail: Tail = "update"
     transforms: Chain = field(default_factory=lambda: as_chain(()))
     max_grad_norm: float | None = None
-    on_nonfinite: str | None = None
-    audit: int | bool | None = None
+    on_nonfinite: NonFinitePolicy | None = None
+    recheck: int | Literal[False] | None = None
     microbatch: int | Auto | None = None
-    precision: str | None = None
-    compile: bool | str = False
-    strategy: Strategy = None
+    precision: Precision | None = None
+    compile: bool | Literal["auto"] = False
+    parallel: Parallel = None
     record: frozenset[str] = frozenset()
-    interacting: str = "refuse"
+    interacting: Interaction = "refuse"
     privacy: PrivacyMeter | None = None
 
     def __post_init__(self) -> None:
@@ -52,22 +53,21 @@ class StepConfig:
             raise ValueError(
                 f"samples must be a positive integer, or None for one update per batch; found {self.samples!r}."
             )
-        if self.tail not in TAILS:
-            raise ValueError(f"tail must be one of {', '.join(TAILS)}; found {self.tail!r}.")
-        if self.on_nonfinite not in NONFINITE_POLICIES and self.privacy is None:
-            raise ValueError(
-                f"on_nonfinite must be one of {', '.join(NONFINITE_POLICIES)}; found {self.on_nonfinite!r}."
-            )
+        if self.tail not in get_args(Tail):
+            raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}; found {self.tail!r}.")
+        policies = get_args(NonFinitePolicy)
+        if self.on_nonfinite not in policies and self.privacy is None:
+            raise ValueError(f"on_nonfinite must be one of {', '.join(policies)}; found {self.on_nonfinite!r}.")
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
             raise ValueError(f"max_grad_norm must be positive; found {norm!r}.")
-        if not (self.audit is None or self.audit is False or (type(self.audit) is int and self.audit > 0)):
-            raise ValueError(f"audit must be a positive number of updates, None or False; found {self.audit!r}.")
-        if self.interacting not in ("refuse", "allow"):
+        if not (self.recheck is None or self.recheck is False or (type(self.recheck) is int and self.recheck > 0)):
+            raise ValueError(f"recheck must be a positive number of updates, None or False; found {self.recheck!r}.")
+        if self.interacting not in get_args(Interaction):
             raise ValueError(f"interacting must be 'refuse' or 'allow'; found {self.interacting!r}.")
-        if self.interacting == "allow" and self.audit:
+        if self.interacting == "allow" and self.recheck:
             raise ValueError(
-                f"audit must be None or False with interacting='allow'; found {self.audit!r}. An audit compares a "
+                f"recheck must be None or False with interacting='allow'; found {self.recheck!r}. A recheck compares a "
                 "sample in its batch with the same sample alone, which differ if samples interact."
             )
         size = self.microbatch
@@ -96,10 +96,10 @@ class StepConfig:
                 "precision must not scale the loss with privacy=, because whether it overflows depends on single "
                 "samples; found '16-mixed'. Use 'bf16-mixed'."
             )
-        if self.audit is False:
+        if self.recheck is False:
             raise PrivacyError(
-                "audit must not be False with privacy=, because it finds samples that interact; found False. Leave it "
-                "out."
+                "recheck must not be False with privacy=, because it finds samples that interact; found False. Leave "
+                "it out."
             )
         if self.record and not self.privacy.plan.observe:
             raise PrivacyError(
@@ -141,6 +141,12 @@ class StepConfig:
             "interacting": self.interacting,
             **({} if self.privacy is None else {"privacy": self.privacy.plan}),
         }
+
+
+class Scheduler(Protocol):
+    """Learning rate scheduler, such as those of torch.optim.lr_scheduler."""
+
+    def step(self) -> object: ...
 
 
 def as_microbatch(given: Any) -> Any:

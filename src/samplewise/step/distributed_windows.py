@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from samplewise.core.devices import DeviceGenerator
 from samplewise.core.snapshot import random_state
-from samplewise.distributed import collectives
-from samplewise.distributed.group import current_group
-from samplewise.distributed.strategy import SingleProcessStrategy, resolve_strategy, strategy_name
-from samplewise.distributed.strategy_base import ParallelStrategy
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
+from samplewise.parallel import collectives
+from samplewise.parallel.group import current_group
+from samplewise.parallel.strategy import SingleProcessStrategy, resolve_strategy, strategy_name
+from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.config import StepConfig
 from samplewise.step.microbatch import Auto
 from samplewise.step.nonfinite import NO_DENOMINATOR, problem_of_counts, problem_of_losses
@@ -309,13 +309,13 @@ def make_window_ranks(
     """
     group = current_group()
     group.barrier()
-    settings = {**config.settings(), "strategy": strategy_name(model, config.strategy)}
+    settings = {**config.settings(), "parallel": strategy_name(model, config.parallel)}
     if not group.all_equal({name: repr(value) for name, value in settings.items()}):
         raise DistributedError(
             f"all ranks must create the same step; found other settings than on this rank, {settings}. Pass the same "
             "arguments to Step(...) on every rank."
         )
-    strategy = resolve_strategy(model, config.strategy, modules, optimizer)
+    strategy = resolve_strategy(model, config.parallel, modules, optimizer)
     if strategy.sharded and isinstance(config.microbatch, Auto):
         raise DistributedError(
             "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "

@@ -18,13 +18,13 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.text import plural
-from samplewise.distributed.strategy_base import ParallelStrategy
 from samplewise.engine.backward import accumulate_sum, notifying
 from samplewise.engine.checks import check_attached
 from samplewise.engine.gradients import Gradients, accumulate, gradients_of, track_terms, with_larger_terms
 from samplewise.engine.pending_checks import collecting
 from samplewise.engine.registered_hooks import note_hooks
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
+from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
 from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters

@@ -18,8 +18,8 @@ from samplewise.core.batches import length, take
 from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.host_copy import copy_to_device
 from samplewise.core.text import listed, plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
+from samplewise.parallel.group import current_group
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window_ranks import WindowRanks

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.sharded_parameters import local_gradient, sharded_gradient
 from samplewise.engine.backward import without_grads
 from samplewise.errors import ParameterError
+from samplewise.parallel.sharded_parameters import local_gradient, sharded_gradient
 
 
 class TrainedParameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.ddp import inner
-from samplewise.distributed.group import current_group, errors_on_all_ranks
-from samplewise.distributed.strategy import Strategy
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
+from samplewise.parallel.ddp import inner
+from samplewise.parallel.fsdp import FSDPConfig
+from samplewise.parallel.group import current_group, errors_on_all_ranks
+from samplewise.parallel.strategy import join_ranks
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
@@ -28,11 +29,20 @@ from samplewise.step.apply import UpdateApplier
 from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.updates import CompiledUpdates
-from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_privacy, check_scheduler
+from samplewise.step.config import (
+    Scheduler,
+    StepConfig,
+    Tail,
+    as_microbatch,
+    as_record,
+    check_order,
+    check_privacy,
+    check_scheduler,
+)
 from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
-from samplewise.step.functional_optim import Rule, as_optimizer
+from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
 from samplewise.step.microbatch import Auto, MicrobatchSize
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.update import Totals, Update
@@ -71,8 +81,8 @@ class Step(CheckedAttributes):
     on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore". On an accelerator an update makes
     one host sync for this. It makes none with a fused optimizer, such as AdamW(..., fused=True), which skips the update
     on the device: the error is then raised when the update is read, or before the next one.
-    audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
-    the batch. None: only at the first update. False: never.
+    recheck: number of updates between two rechecks, in which one sample is computed alone and compared with its result
+    in the batch. None: only at the first update. False: never.
     interacting: "refuse" (default) raises SamplesInteractError if a transform needs per-sample gradients and the loss
     of a sample depends on other samples. "allow" weighs the rows of the Jacobian of each microbatch's losses; an update
     then depends on how its window is cut into microbatches.
@@ -85,9 +95,10 @@ class Step(CheckedAttributes):
     graph, from the second update on; "auto" does so only if updates have one sample, after 1,000 updates. If
     compilation is not possible or not faster, the step continues uncompiled, and `step.compiled` gives the reason. With
     several ranks, or windows of several microbatches, True compiles the gradients, without their sum and the optimizer.
-    strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
-    a DistributedDataParallel is recognized without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
-    sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks.
+    parallel: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
+    a DistributedDataParallel is recognized without `parallel`. "fsdp": each rank keeps a shard of every parameter, see
+    sw.parallel.fsdp; leave `parallel` out for a model that is already sharded. If torchrun has started the processes,
+    the step initializes the process group. `samples` counts the samples of all ranks.
 
     Observation.
     record: "norms" records `update.norms` if no transform needs them; see also `require`.
@@ -102,7 +113,7 @@ class Step(CheckedAttributes):
 
     _fixed: ClassVar = {
         **dict.fromkeys(("model", "scheduler", "precision", "counters", "config", "on_nonfinite"), ""),
-        **dict.fromkeys(("audit", "compile", "strategy", "interacting", "privacy"), ""),
+        **dict.fromkeys(("recheck", "compile", "parallel", "interacting", "privacy"), ""),
         "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
         "record": "Call step.require(norms=True).",
         "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
@@ -115,22 +126,23 @@ class Step(CheckedAttributes):
         optimizer: torch.optim.Optimizer | Rule,
         loss_fn: Callable[..., Any],
         samples: int | None = None,
-        microbatch: int | str | Auto | None = None,
-        transforms: Transforms = (),
         *,
-        tail: str = "update",
-        scheduler: Any = None,
+        microbatch: int | Literal["auto"] | Auto | None = None,
+        transforms: Transforms = (),
+        tail: Literal["update", "drop", "carry"] = "update",
+        scheduler: Scheduler | None = None,
         max_grad_norm: float | None = None,
-        on_nonfinite: str | None = None,
-        audit: int | bool | None = None,
-        precision: str | None = None,
-        compile: bool | str = False,
-        strategy: Strategy = None,
-        record: str | Collection[str] = (),
-        interacting: str = "refuse",
+        on_nonfinite: Literal["raise", "skip", "ignore"] | None = None,
+        recheck: int | Literal[False] | None = None,
+        precision: Literal["32", "bf16-mixed", "16-mixed"] | None = None,
+        compile: bool | Literal["auto"] = False,
+        parallel: Literal["ddp", "fsdp"] | FSDPConfig | None = None,
+        record: Literal["norms"] | Collection[Literal["norms"]] = (),
+        interacting: Literal["refuse", "allow"] = "refuse",
         privacy: Privacy | None = None,
     ):
         check_order(model, optimizer, loss_fn)
+        join_ranks(model, parallel)  # before other arguments are checked: errors then reach all ranks
         if privacy is not None and constants_of(loss_fn):
             raise PrivacyError(
                 "every entry of a private batch must have one row per sample of its draw, because an entry that is "
@@ -145,11 +157,11 @@ class Step(CheckedAttributes):
             transforms=chain if meter is None else meter.transforms,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
-            audit=audit,
+            recheck=recheck,
             microbatch=as_microbatch(microbatch),
             precision=precision,
             compile=compile,
-            strategy=strategy,
+            parallel=parallel,
             record=as_record(record),
             interacting=interacting,
             privacy=meter,
@@ -166,7 +178,7 @@ class Step(CheckedAttributes):
             raise PrivacyError(
                 "a private sum must have the precision of float32, and a sharded model is summed by a backward pass in "
                 f"the precision of the forward pass; found precision={precision!r}. Leave it out, or use "
-                "strategy='ddp'."
+                "parallel='ddp'."
             )
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
@@ -343,12 +355,12 @@ class Step(CheckedAttributes):
         self._configure(samples=samples)
 
     @property
-    def tail(self) -> str:
+    def tail(self) -> Tail:
         """Handling of samples at the end of a loader that are too few for an update."""
         return self.config.tail
 
     @tail.setter
-    def tail(self, tail: str) -> None:
+    def tail(self, tail: Tail) -> None:
         self._configure(tail=tail)
 
     @property
@@ -396,53 +408,48 @@ class Step(CheckedAttributes):
         self._windows.configure(config)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Settings as given, for run.json."""
-        return self.config.settings()
-
-    @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> torch.optim.Optimizer | FunctionalOptimizer:
         self._applier.settle()
         return self._applier.optimizer
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> Scheduler | None:
         self._applier.settle()
         return self._applier.scheduler
 
     @property
     def counters(self) -> Counters:
         """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
-        for its decision; `started_updates` does not.
+        for its decision.
         """
         self._applier.settle()
         return self._counters
 
     @property
-    def privacy(self) -> PrivacyMeter | Any:  # Any: None, which users would have to exclude before every call
+    def privacy(self) -> PrivacyMeter | None:
         """Privacy of the step: `spent()`, `left`, `open(directory)`; None without privacy=."""
         return self.config.privacy
 
     @property
-    def started_updates(self) -> int:
+    def _started_updates(self) -> int:
         """Number of updates so far; the last one counts until the device has decided to skip it."""
         return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------
 
     @errors_on_all_ranks()
-    def attach_process_group(self) -> None:
-        """Attach a process group that was initialized after this step was created, as with strategy="ddp". Call it
+    def _attach_process_group(self) -> None:
+        """Attach a process group that was initialized after this step was created, as with parallel="ddp". Call it
         before the first update. No effect with one process or if the step already has a group.
         """
         if self._windows.ranks.distributed or not current_group().distributed:
             return
-        if self.config.strategy not in (None, "ddp"):
+        if self.config.parallel not in (None, "ddp"):
             raise DistributedError(
-                f"the process group must exist before a step with strategy={self.config.strategy!r} is created; found "
-                "that it was initialized later. Call torch.distributed.init_process_group() before Step(...)."
+                f"the process group must exist before a step with parallel={self.config.parallel!r} is created; found "
+                "that it was initialized later. Initialize it before Step(...)."
             )
-        config = replace(self.config, strategy="ddp")
+        config = replace(self.config, parallel="ddp")
         ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer)
         ranks.check_optimizer(self._evaluator.trained, self.optimizer)
         if self.config.privacy is not None:
@@ -452,7 +459,7 @@ class Step(CheckedAttributes):
         self._updates = self._make_updates()
 
     @property
-    def sharded(self) -> bool:
+    def _sharded(self) -> bool:
         """True if each rank has a shard of the parameters. Forward passes of the model are then collectives."""
         return self._windows.ranks.strategy.sharded
 
@@ -463,7 +470,7 @@ class Step(CheckedAttributes):
         """State of compilation: "compiled", or the reason why updates are not compiled."""
         return self._updates.status
 
-    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+    def _slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
         """Context manager that passes notices about slow compilation to `notify(line)` instead of printing them.
         `notify` is called from another thread.
         """
@@ -472,32 +479,35 @@ class Step(CheckedAttributes):
     # --- state -----------------------------------------------------------------------------------------------------
 
     @property
-    def has_pending_samples(self) -> bool:
+    def _has_pending_samples(self) -> bool:
         """True if the window holds samples that are not part of an update yet."""
         return self._windows.window.open
 
     @property
-    def has_deferred_samples(self) -> bool:
+    def _has_deferred_samples(self) -> bool:
         """True if the open window holds samples that are not computed yet; `state_dict` does not contain them."""
         return bool(self._windows.window.deferred)
 
     @property
-    def consumed(self) -> int:
+    def _consumed(self) -> int:
         """Number of samples consumed from the current batch; 0 if no partly used batch is left."""
         cursor = self._windows.cursor
         return 0 if cursor is None else cursor.consumed
 
-    def state_dict(self, window: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """State of the step: counters, loss scale, the microbatch size found by "auto", and the open window as gradient
         sums. Samples that are not computed yet are not included: the first of them is number `counters.samples`. Model,
-        optimizer and scheduler have their own state dicts. window=False leaves out the open window: see `window_state`.
+        optimizer and scheduler have their own state dicts. With several ranks, save it between two updates.
         """
+        return self._state_dict(window=True)
+
+    def _state_dict(self, window: bool) -> dict[str, Any]:
+        """State of the step. window=False leaves out the open window: see `_window_state`."""
         windows = self._windows
         if window and windows.ranks.distributed and windows.window.open:
             raise DistributedError(
                 "a step with several ranks must be saved between two updates; found an open window, of which each rank "
-                "holds a part. Save after an update; or save state_dict(window=False), which is equal on all ranks, "
-                "and window_state() on each rank."
+                "holds a part. Save after an update, or use sw.Trainer, whose checkpoints contain the parts."
             )
         return {
             "counters": asdict(self.counters),
@@ -536,13 +546,13 @@ class Step(CheckedAttributes):
         if meter is not None and state is not None:
             meter.load_state_dict(state)
 
-    def window_state(self) -> dict[str, Any]:
+    def _window_state(self) -> dict[str, Any]:
         """State of this rank's part of the open window; only the same rank of the same number of ranks can load it."""
         windows = self._windows
         shares = windows.ranks.window_state(windows.window)
         return {"counters": asdict(self.counters), "shares": shares, "window": windows.state_dict()}
 
-    def load_window_state(self, state: dict[str, Any]) -> None:
+    def _load_window_state(self, state: dict[str, Any]) -> None:
         """Restore this rank's part of the open window. Call it after `load_state_dict`."""
         windows = self._windows
         windows.ranks.check_window_state(state["shares"])
@@ -550,13 +560,13 @@ class Step(CheckedAttributes):
         windows.load_state_dict(state["window"])
         windows.ranks.load_window_state(state["shares"], windows.window)
 
-    def rank_state(self) -> dict[str, Any]:
+    def _rank_state(self) -> dict[str, Any]:
         """State of compilation on this rank, in which ranks may differ: which gradients are compiled, and why others
         are not. Empty without ranks or `compile`: it is part of `state_dict` then.
         """
         return self._updates.rank_state()
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Restore what `rank_state` returned on this rank. Call it after `load_state_dict`."""
+    def _load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restore what `_rank_state` returned on this rank. Call it after `load_state_dict`."""
         if state:
             self._updates.load_rank_state(state)

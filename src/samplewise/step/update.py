@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from samplewise.core.means import WeightedMean
-from samplewise.core.text import plural
 from samplewise.errors import LossesError, ParameterError, PrivacyError
 from samplewise.step.batch_columns import BatchColumns, columns_of
 from samplewise.step.skip_flag import SchedulerStep, SkipFlag
@@ -28,12 +27,11 @@ class Outcome:
     norm: Callable[[], Tensor]
     flag: SkipFlag | None = None  # set if the device decides whether the update is skipped
     scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
+    norm_is_known: bool = True  # False: the norm is computed from the gradients when it is read
 
 
-# Some results have two types, of which one is rare. Their annotations have `| Any` in place of the rare one: type
-# checkers then accept code for the other one as it is.
 class Update:
-    """Results of one parameter update.
+    """Results of one parameter update, made by a `Step`.
 
     index     0, 1, 2, ...; a skipped update has the index of the next update that is applied
     samples   number of samples of the update, over all ranks
@@ -52,10 +50,20 @@ class Update:
     local_samples
               number of samples on this rank: losses, norms, weights and columns have that many rows
     columns   name -> (samples,) columns returned by the loss function; columns of the batches under the keys of
-              `step.require(columns=...)`, and with these also "epoch"
+              `step.require(columns=...)`, and with these also "epoch". A list if the values are not numbers
     """
 
-    __slots__ = ("_outcome", "_parts", "_samples", "_totals", "batch_columns", "hidden", "index", "phases", "updates")
+    __slots__ = (
+        "_batch_columns",
+        "_hidden",
+        "_outcome",
+        "_parts",
+        "_samples",
+        "_totals",
+        "_updates",
+        "index",
+        "phases",
+    )
 
     def __init__(
         self,
@@ -69,10 +77,10 @@ class Update:
         hidden: bool = False,  # values of single samples must not be shown: a private update
     ):
         self.index = index
-        self.hidden = hidden
+        self._hidden = hidden
         self._samples = samples
-        self.updates = updates
-        self.batch_columns = batch_columns
+        self._updates = updates
+        self._batch_columns = batch_columns
         self.phases: dict[str, float] = {}
         self._outcome = outcome
         self._parts = parts
@@ -80,7 +88,7 @@ class Update:
 
     @property
     def samples(self) -> int:
-        _check_visible(self.hidden, "update.samples")
+        _check_visible(self._hidden, "update.samples")
         return self._samples
 
     @property
@@ -93,24 +101,24 @@ class Update:
         return sum(self.phases.values())
 
     @property
-    def lr(self) -> float | Any:  # Any: tuple[float, ...]
+    def lr(self) -> float | tuple[float, ...]:
         rates = tuple(map(float, self._outcome.lr))
         return rates[0] if len(set(rates)) == 1 else rates
 
     @property
     def loss(self) -> float:
         self._checked_parts()
-        losses, counts = self.sums()
+        losses, counts = self._sums()
         return float(losses / counts)
 
     @property
     def local_samples(self) -> int:
-        _check_visible(self.hidden, "update.local_samples")
+        _check_visible(self._hidden, "update.local_samples")
         return sum(len(part) for part in self._parts)
 
-    def sums(self) -> tuple[Tensor | float, Tensor | float]:
+    def _sums(self) -> tuple[Tensor | float, Tensor | float]:
         """Σ losses and Σ counts over all ranks, without copying them from the device."""
-        _check_visible(self.hidden, "update.loss")
+        _check_visible(self._hidden, "update.loss")
         if self._totals is not None:
             if self.skipped:
                 return nan, self._totals.samples
@@ -137,16 +145,16 @@ class Update:
         return cat(norms)
 
     @property
-    def weights(self) -> Tensor | Any:  # Any: dict[str, Tensor]
+    def weights(self) -> Tensor | dict[str, Tensor]:
         parts = self._checked_parts()
         return cat_values([torch.ones_like(p.losses) if p.coefficients is None else p.coefficients for p in parts])
 
     @property
-    def columns(self) -> dict[str, Tensor | Any]:  # Any: a list, if the values are not numbers
-        return {**columns_of(self.batch_columns), **self.loss_columns}
+    def columns(self) -> dict[str, Tensor | list[Any]]:
+        return {**columns_of(self._batch_columns), **self._loss_columns}
 
     @property
-    def loss_columns(self) -> dict[str, Tensor]:
+    def _loss_columns(self) -> dict[str, Tensor]:
         """Columns returned by the loss function, name -> (samples,)."""
         found = [p.columns or {} for p in self._checked_parts()]
         other = next((columns for columns in found if columns.keys() != found[0].keys()), None)
@@ -158,9 +166,9 @@ class Update:
             )
         return {name: cat([columns[name] for columns in found]) for name in found[0]}
 
-    def has_columns(self, *names: str) -> bool:
+    def _has_columns(self, *names: str) -> bool:
         """True if these batch columns were recorded for all samples of the update."""
-        return bool(self.batch_columns) and all(name in each.values for name in names for each in self.batch_columns)
+        return bool(self._batch_columns) and all(name in each.values for name in names for each in self._batch_columns)
 
     @property
     def grad_norm(self) -> float:
@@ -168,16 +176,28 @@ class Update:
 
     def _checked_parts(self) -> list[SampleStats]:
         """The parts; first raises for non-finite values if that check was left on the device."""
-        _check_visible(self.hidden, "update.losses")
+        _check_visible(self._hidden, "update.losses")
         if self._outcome.flag is not None:
             _ = self._outcome.flag.skipped
         return self._parts
 
+    @property
+    def _was_skipped(self) -> bool:
+        """As `skipped`, without raising the error of a non-finite value that may not be skipped."""
+        flag = self._outcome.flag
+        return self._outcome.skipped if flag is None else not flag.applied
+
     def __repr__(self) -> str:
-        if self.hidden:
-            return f"Update({self.index}: private)"
-        skipped = ", skipped" if self.skipped else ""
-        return f"Update({self.index}: {plural(self.samples, 'sample')}, loss {self.loss:.4g}{skipped})"
+        # Debuggers call this at any time and on one rank: no collective, and no error that is raised only once.
+        shown = [f"index={self.index}", f"samples={'hidden' if self._hidden else self._samples}"]
+        if self._was_skipped:
+            shown.append("skipped=True")
+        else:
+            shown.append("loss=hidden" if self._hidden else f"loss={self.loss:.4g}")
+            shown += [f"grad_norm={self.grad_norm:.4g}"] if self._outcome.norm_is_known else []
+        rates = self.lr if isinstance(self.lr, tuple) else (self.lr,)
+        lr = ", ".join(f"{rate:.4g}" for rate in rates)
+        return f"Update({', '.join(shown)}, lr={lr if len(rates) == 1 else f'({lr})'})"
 
 
 class Totals:
@@ -198,7 +218,7 @@ class Totals:
     def add(self, update: Update) -> None:
         self._count_last()
         self._last = update
-        self._hidden |= update.hidden
+        self._hidden |= update._hidden
         self._samples += update._samples
         self.seconds += update.seconds
 
@@ -221,8 +241,7 @@ class Totals:
     def loss(self) -> float:
         _check_visible(self._hidden, "totals.loss")
         self._count_last()
-        self._add_up()
-        return float(self._loss.quotient()) if self._updates else nan
+        return self._mean_loss()
 
     def _count_last(self) -> None:
         update = self._last
@@ -233,8 +252,8 @@ class Totals:
         self._skipped += skipped
         if skipped:
             return
-        self._updates += update.updates
-        if update.hidden:
+        self._updates += update._updates
+        if update._hidden:
             return
         if update._totals is not None:
             self._loss.add_sum(update._totals.losses, update._totals.counts)
@@ -243,17 +262,25 @@ class Totals:
         if len(self._parts) > self.KEPT:
             self._add_up()
 
+    def _mean_loss(self) -> float:
+        self._add_up()
+        return float(self._loss.quotient()) if self._updates else nan
+
     def _add_up(self) -> None:
         if self._parts:
             self._loss.add_sum(total_loss(self._parts), total_count(self._parts))
             self._parts = []
 
     def __repr__(self) -> str:
-        skipped = f", {self.skipped} skipped" if self.skipped else ""
-        made = f"{plural(self.updates, 'update')}{skipped}"
-        if self._hidden:
-            return f"{made}, private, {self.seconds:.2f} s"
-        return f"{made}, {plural(self.samples, 'sample')}, loss {self.loss:.4g}, {self.seconds:.2f} s"
+        # As for an update, the error of a non-finite value in the last one is not raised here.
+        skipped = self._skipped
+        if self._last is not None and self._last._was_skipped:
+            skipped += 1
+        else:
+            self._count_last()
+        shown = [f"updates={self._updates}", *([f"skipped={skipped}"] if skipped else [])]
+        samples, loss = ("hidden", "hidden") if self._hidden else (self._samples, f"{self._mean_loss():.4g}")
+        return f"Totals({', '.join(shown)}, samples={samples}, loss={loss}, seconds={self.seconds:.2f})"
 
 
 def has_weights(update: Update) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from samplewise.core.batches import length
 from samplewise.core.closure_state import CallSnapshot, state_restored
-from samplewise.distributed.group import current_group
 from samplewise.errors import PrivacyError, TransformError
+from samplewise.parallel.group import current_group
 from samplewise.step.checks import warn
 from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.stats import PerSample, SampleStats, cat_values, concatenate, rows_of

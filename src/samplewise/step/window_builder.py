@@ -22,7 +22,6 @@ from samplewise.errors import (
     NonFiniteLossError,
 )
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
-from samplewise.step.audit import Audit
 from samplewise.step.batch_columns import record_columns
 from samplewise.step.checks import check_pieces, check_reached
 from samplewise.step.config import StepConfig
@@ -31,6 +30,7 @@ from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.private_checks import ModelState, check_private_parameters, largest_terms
+from samplewise.step.recheck import Recheck
 from samplewise.step.screened import ScreenedAccumulator
 from samplewise.step.weight_checks import check_cut, check_private_weights, check_weights
 from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
@@ -66,7 +66,7 @@ class WindowBuilder:
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
-        self.audit = Audit(evaluator, config.audit, config.transforms.measures, config.privacy is not None)
+        self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures, config.privacy is not None)
         self._trained = evaluator.trained
         self._guard = evaluator.guard = OpenWindowGuard(evaluator.trained, optimizer)
         self._buffers = buffers
@@ -111,9 +111,9 @@ class WindowBuilder:
             self._chain = chain
             self._accumulator = self.make_accumulator()
             self._unchecked_transforms = True
-            if chain.measures and not self.audit.own_gradients:
-                self._first = True  # the first audit has only warned about interacting samples
-            self.audit.own_gradients = chain.measures
+            if chain.measures and not self.recheck.own_gradients:
+                self._first = True  # the first recheck has only warned about interacting samples
+            self.recheck.own_gradients = chain.measures
 
     def attach(self, ranks: WindowRanks) -> None:
         """Use these ranks from the next window on."""
@@ -251,9 +251,9 @@ class WindowBuilder:
                 self._begin()
             if self._unsliced and size is not None and microbatch is not cursor.batch:
                 self._compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
-            if first and (self._first or self.config.audit):
-                self.audit.run(microbatch, self._first, self.counters.updates)
-                # not reached if the audit raises, so that the next attempt raises again
+            if first and (self._first or self.config.recheck):
+                self.recheck.run(microbatch, self._first, self.counters.updates)
+                # not reached if the recheck raises, so that the next attempt raises again
                 self._first = self._first and self._cannot_compare(microbatch)
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
@@ -278,11 +278,11 @@ class WindowBuilder:
     def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
         """Compare the first slice of a batch with the batch."""
         self._unsliced = False
-        self.audit.compare_slice(batch, start, stop)
+        self.recheck.compare_slice(batch, start, stop)
 
     def _cannot_compare(self, microbatch: Any) -> bool:
-        """True if the audit of a private step must be repeated, because this microbatch has one sample only. The audit
-        of a sharded model contains collectives, which all ranks make in their first window.
+        """True if the recheck of a private step must be repeated, because this microbatch has one sample only. The
+        recheck of a sharded model contains collectives, which all ranks make in their first window.
         """
         return self.config.privacy is not None and not self.ranks.strategy.sharded and length(microbatch) == 1
 

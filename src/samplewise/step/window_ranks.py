@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.group import current_group
-from samplewise.distributed.strategy import SingleProcessStrategy
-from samplewise.distributed.strategy_base import ParallelStrategy
 from samplewise.errors import DistributedError
+from samplewise.parallel.group import current_group
+from samplewise.parallel.strategy import SingleProcessStrategy
+from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.config import StepConfig
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window import Window

@@ -105,7 +105,8 @@ def _optimizer_like(step: Step, stacked: Sequence[Tensor]) -> torch.optim.Optimi
     """Optimizer of the same class and settings for the stacked parameters."""
     stack_of = dict(zip(step.model.parameters(), stacked, strict=True))
     groups = [{**group, "params": [stack_of[p] for p in group["params"]]} for group in step.optimizer.param_groups]
-    return type(step.optimizer)(groups)  # all settings are in the groups
+    kind: Any = type(step.optimizer)
+    return kind(groups)  # all settings are in the groups
 
 
 def collated(training: Training) -> Any | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samplewise.core.predictions import IGNORE_INDEX
 from samplewise.core.snapshot import snapshot
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 METRICS = ("_metrics", "_total_train_tokens")  # attributes that compute_loss of TRL changes
 

@@ -11,13 +11,13 @@ import keras
 import torch
 from keras import tree
 
-from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError
 from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
 from samplewise.integrations.keras.settings import Settings, next_update
 from samplewise.integrations.mixin import check_comes_first
 from samplewise.integrations.private import refuse_privacy
 from samplewise.ledger.ledger import Ledger
+from samplewise.parallel.group import current_group
 
 if TYPE_CHECKING:
     Base = Any  # a keras.Model; known only in the class that uses the mixin

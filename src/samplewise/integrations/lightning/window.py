@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from samplewise.distributed.group import current_group
+from samplewise.parallel.group import current_group
 
 
 class AccumulationWindow:

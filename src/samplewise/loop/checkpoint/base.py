@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from samplewise.core.snapshot import checksum
 from samplewise.core.tensor_bytes import tensor_bytes
-from samplewise.distributed.group import current_group
-from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError
+from samplewise.parallel.group import current_group
+from samplewise.parallel.sharded_parameters import is_dtensor
 
 SAVE = ("all", "trained")
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.sharded_parameters import is_dtensor
+from samplewise.parallel.sharded_parameters import is_dtensor
 
 MAX_DEPTH = 100  # levels; the JSON parser fails at about 300, and a state that contains itself is infinite
 DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

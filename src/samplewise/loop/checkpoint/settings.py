@@ -125,7 +125,7 @@ class RunSettings:
 def step_settings(step: Step) -> Settings:
     """Return the settings of a step that the script determines."""
     rate = step.optimizer.param_groups[0]["lr"] if isinstance(step.optimizer, FunctionalOptimizer) else None
-    settings = {**step.settings, "loss": loss_name(step.loss_fn), "learning rate": rate}
+    settings = {**step.config.settings(), "loss": loss_name(step.loss_fn), "learning rate": rate}
     settings["threads"] = torch.get_num_threads()  # sums are rounded differently with another number
     return {name: _plain(value) for name, value in settings.items()}
 
@@ -151,7 +151,8 @@ def _arguments(criterion: nn.Module) -> Iterator[str]:
 def _of_optimizer(step: Step) -> Settings:
     if isinstance(step.optimizer, FunctionalOptimizer):
         return {}
-    state = {} if step.scheduler is None else step.scheduler.state_dict()
+    scheduler: Any = step.scheduler
+    state = {} if scheduler is None else scheduler.state_dict()
     return {**_of_groups(step.optimizer.param_groups), **_of_scheduler(state)}
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from samplewise.distributed.group import current_group, on_rank_zero
-from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.loop.checkpoint.encoding import Malformed, TensorInfo
 from samplewise.loop.checkpoint.format import Chunk, unpacked
+from samplewise.parallel.group import current_group, on_rank_zero
+from samplewise.parallel.sharded_parameters import is_dtensor
 
 Offset = tuple[int, ...]  # in each dimension
 Chunks = dict[Offset, Tensor]  # chunks of one tensor

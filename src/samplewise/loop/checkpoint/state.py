@@ -24,8 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.snapshot import RandomState
-from samplewise.distributed.group import current_group
-from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError, SamplewiseError
 from samplewise.loop.checkpoint.base import check_base
 from samplewise.loop.checkpoint.encoding import Malformed
@@ -43,6 +41,8 @@ from samplewise.loop.checkpoint.schema import (
     maybe,
 )
 from samplewise.loop.data.rng import derive_seed, reseed
+from samplewise.parallel.group import current_group
+from samplewise.parallel.sharded_parameters import is_dtensor
 from samplewise.step.step import Step
 from samplewise.step.window import Counters
 
@@ -79,7 +79,7 @@ LOAD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
 
 def savable(step: Step) -> bool:
     """Return True if no rank holds samples that cannot be saved. Collective."""
-    return not current_group().all_reduce_scalars(step.has_deferred_samples)[0]
+    return not current_group().all_reduce_scalars(step._has_deferred_samples)[0]
 
 
 def check_savable(step: Step) -> None:
@@ -104,7 +104,7 @@ def check_parts(parts: Mapping[str, Any]) -> None:
 def part_state(part: Any) -> Any:
     """Return the state dict of a part. With several ranks that of a Step omits the open window: see `rank_state`."""
     if isinstance(part, Step):
-        return part.state_dict(window=not current_group().distributed)
+        return part._state_dict(window=not current_group().distributed)
     return part.state_dict()
 
 
@@ -113,10 +113,10 @@ def rank_state(step: Step) -> dict[str, Any]:
     ranks. Collective.
     """
     state = {"random": RandomState().state_dict()}
-    if compiling := step.rank_state():
+    if compiling := step._rank_state():
         state["compiling"] = compiling
-    if current_group().distributed and current_group().all_reduce_scalars(step.has_pending_samples)[0]:
-        state["window"] = step.window_state()
+    if current_group().distributed and current_group().all_reduce_scalars(step._has_pending_samples)[0]:
+        state["window"] = step._window_state()
     return state
 
 
@@ -236,9 +236,9 @@ def load_rank_state(per_rank: list[Any], step: Step) -> None:
     """Restore what is compiled on this rank, and its part of an open window of several ranks, if there was one."""
     rank = current_group().rank
     own = per_rank[rank] if rank < len(per_rank) else {}
-    step.load_rank_state(own.get("compiling", {}))
+    step._load_rank_state(own.get("compiling", {}))
     if "window" in own:
-        step.load_window_state(own["window"])
+        step._load_window_state(own["window"])
 
 
 def load_random_states(per_rank: list[Any], seed: int) -> None:

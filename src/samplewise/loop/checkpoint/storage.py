@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 from samplewise.core.atomic_io import sync_directory
 from samplewise.core.tensor_file import require_safetensors
-from samplewise.distributed.group import current_group, on_every_rank
-from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import Encoder, decode, replace_infos, to_json, type_name
 from samplewise.loop.checkpoint.format import (
@@ -39,6 +37,8 @@ from samplewise.loop.checkpoint.format import (
     write_state,
 )
 from samplewise.loop.checkpoint.sharding import assemble, chunks_to_write, match_chunks
+from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel.sharded_parameters import is_dtensor
 
 PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
 REPLACED = ".replaced"  # suffix of a checkpoint while another one of the same name takes its place
@@ -123,7 +123,7 @@ def _check_same_structure(shared: list[Any]) -> None:
         raise CheckpointError(
             "model, optimizer and loss must have state dicts of the same structure on all ranks, since each rank "
             "saves a part; found that they differ. Construct them identically on every rank. To shard the state of "
-            "an optimizer, use strategy='fsdp'."
+            "an optimizer, use parallel='fsdp'."
         )
 
 

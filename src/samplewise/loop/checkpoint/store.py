@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.format import CONTENTS, STATE_FILE
 from samplewise.loop.checkpoint.storage import PARTIAL, REPLACED
+from samplewise.parallel.group import current_group
 
 FOLDER = "checkpoints"  # in a run directory
 NAME = re.compile(r"update-([0-9]{9,})\.ckpt")

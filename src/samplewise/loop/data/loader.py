@@ -15,12 +15,12 @@ from time import perf_counter
 from typing import Any
 
 from samplewise.core.batches import Path, check_loader, cut, keep_whole, length
-from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.data.adapters import END, adapter_for, is_map_style, is_poisson, kind_name
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
 from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
+from samplewise.parallel.group import current_group
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class ResumableLoader:
         """first: use only the first `first` batches of epoch 0, in every epoch; None for all batches.
         checkpointed: positions will be saved in checkpoints, so the loader's state must be savable.
         in_use: the loader may be in use elsewhere, so its state is not changed.
-        shard: of this rank, by default that of the current process; unused if the loader is marked by `sw.sharded`.
+        shard: of this rank, by default that of the current process; unused if the loader is marked by
+        `sw.already_sharded`.
         constants: entries of the batches that are not per sample, see `batch_constants`.
         """
         self.seed = seed
@@ -96,7 +97,7 @@ class ResumableLoader:
     def set_loader(self, loader: Iterable[Any], first: int | None = None) -> None:
         """Continue at the same position of another loader. Inside an epoch it must have the same data properties.
 
-        loader: a loader of all samples, of which each rank takes its shard; or `sw.sharded(loader)`.
+        loader: a loader of all samples, of which each rank takes its shard; or `sw.already_sharded(loader)`.
         """
         check_loader(loader.loader if isinstance(loader, ShardedLoader) else loader)
         marked = isinstance(loader, ShardedLoader) or is_poisson(loader)  # each rank takes its part of a draw

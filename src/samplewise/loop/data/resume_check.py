@@ -12,7 +12,7 @@ Between two epochs they may change.
     batch sampler     class and settings, if the loader was given one
     batches           len(loader) of a list, or of another loader without a dataset
     overfit           fit(overfit=...)
-    sharded           True with several ranks and sw.sharded(loader)
+    sharded           True with several ranks and sw.already_sharded(loader)
 
 A sampler with a generator draws another order than one without. The seed of the generator does not matter, since it is
 seeded for each epoch. Settings that do not affect the order may change at any time: num_workers, collate_fn,

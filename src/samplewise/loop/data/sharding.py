@@ -21,14 +21,14 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from samplewise.core.batches import PLAIN, Path, keep_whole, leaves, length, take
 from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, DistributedError
 from samplewise.loop.data.rng import nested_parts
+from samplewise.parallel.group import current_group
 
 
 @dataclass(frozen=True)
 class ShardedLoader:
-    """Loader whose samples differ from rank to rank, see `sharded`."""
+    """Loader whose samples differ from rank to rank, see `already_sharded`."""
 
     loader: Iterable[Any]
 
@@ -36,7 +36,7 @@ class ShardedLoader:
         return iter(self.loader)
 
 
-def sharded(loader: Iterable[Any]) -> ShardedLoader:
+def already_sharded(loader: Iterable[Any]) -> ShardedLoader:
     """Mark a loader that yields only the samples of its own rank: `fit` and `evaluate` then use it unchanged.
 
     Without the mark, the trainer expects all samples in the same order on every rank, and shards them itself. Use it
@@ -131,7 +131,7 @@ class OrderChecker:
                 "every rank must iterate over the same samples in the same order, of which it takes its shard; found "
                 "orders that differ between ranks. Let samplers and datasets draw random numbers from generators that "
                 "are their attributes, or from the global generators of torch, Python or NumPy; or shard the data "
-                "yourself and pass sw.sharded(loader)."
+                "yourself and pass sw.already_sharded(loader)."
             )
 
 
@@ -246,11 +246,11 @@ def check_not_sharded(loader: Any) -> None:
             raise BatchError(
                 "a loader must yield all samples on every rank, since the trainer shards them; found a "
                 f"{type(part).__name__}, which repeats some samples to make shards equal. Remove it, or pass "
-                "sw.sharded(loader) to keep it with the repeated samples."
+                "sw.already_sharded(loader) to keep it with the repeated samples."
             )
         if getattr(part, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
             raise BatchError(
                 "a loader must yield all samples on every rank, since the trainer shards them; found a "
                 f"{type(part).__name__} that has been split by node. Pass it without the split, or pass "
-                "sw.sharded(loader)."
+                "sw.already_sharded(loader)."
             )

@@ -189,7 +189,7 @@ class CompiledUpdates:
         size = config.samples or cursor.left
         last = (cursor.rows or 0) - size
         program = self.programs.get(cursor, size)
-        while program is not None and cursor.consumed <= last and not (config.audit and self._audit_due()):
+        while program is not None and cursor.consumed <= last and not (config.recheck and self._recheck_due()):
             window = self._run(program, cursor)
             if window is None:
                 return
@@ -203,9 +203,9 @@ class CompiledUpdates:
         end = cursor.rows or 0
         program = self.programs.get(cursor, size)
         scheduler = self.applier.scheduler
-        several = program is not None and program.can_make_many and scheduler is None and not self.config.audit
+        several = program is not None and program.can_make_many and scheduler is None and not self.config.recheck
         may_change = scheduler is not None or (program is not None and program.update.buckets is None)
-        while program is not None and cursor.consumed + size <= end and not self._audit_due():
+        while program is not None and cursor.consumed + size <= end and not self._recheck_due():
             wanted = min((end - cursor.consumed) // size, CHUNK) if several else 1
             window = self._run_many(program, cursor, wanted) if wanted > 1 else self._run(program, cursor)
             if window is None:
@@ -214,9 +214,9 @@ class CompiledUpdates:
             if window.updates < wanted or (may_change and not self.programs.guards_hold()):
                 return
 
-    def _audit_due(self) -> bool:
-        """True if the next update is audited, which compiled code cannot do."""
-        return bool(self.config.audit) and self.builder.audit.due(self.builder.counters.updates)
+    def _recheck_due(self) -> bool:
+        """True if the next update is rechecked, which compiled code cannot do."""
+        return bool(self.config.recheck) and self.builder.recheck.due(self.builder.counters.updates)
 
     def _run(self, program: Program, cursor: BatchCursor) -> CompiledWindow | None:
         started = perf_counter()

@@ -1,1 +1,0 @@
-"""Collectives and wrappers of torch.distributed."""
