@@ -65,7 +65,7 @@ __all__ = [
     "noise_scale",
     "normalize",
     "privacy_audit",
-    "samples",
+    "read_ledger",
     "scan",
     "select",
     "sgd",

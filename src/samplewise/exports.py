@@ -42,7 +42,7 @@ from samplewise.errors import SamplewiseError as SamplewiseError
 from samplewise.errors import StoreError as StoreError
 from samplewise.errors import TrainingWarning as TrainingWarning
 from samplewise.errors import TransformError as TransformError
-from samplewise.ledger.files import samples as samples
+from samplewise.ledger.files import read_ledger as read_ledger
 from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks

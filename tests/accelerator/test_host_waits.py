@@ -513,4 +513,4 @@ def test_the_trainer_and_the_ledger_wait_for_nothing_between_two_log_lines(tmp_p
     )
     trainer.fit(loader, updates=16)
     assert [places(found) for found in between.found] == [{}]
-    assert sw.samples(tmp_path / "run").num_rows == 64
+    assert sw.read_ledger(tmp_path / "run").num_rows == 64

@@ -21,7 +21,7 @@ def trainer_for(run, device=DEVICE, dropout=0.0, transforms=(), **settings):
 
 
 def rows(run):
-    return sw.samples(run).sort_by([("id", "ascending"), ("update", "ascending")]).to_pydict()
+    return sw.read_ledger(run).sort_by([("id", "ascending"), ("update", "ascending")]).to_pydict()
 
 
 def test_training_is_the_same_as_on_the_cpu(tmp_path):

@@ -30,7 +30,7 @@ def _network(**options):
 
 
 def _rows(directory):
-    return sw.samples(directory).to_pydict()
+    return sw.read_ledger(directory).to_pydict()
 
 
 def _same(model, other):
@@ -100,7 +100,7 @@ def test_rows_are_those_of_the_model_before_each_update(tmp_path):
     norms = error * (torch.tensor(x[first]).square().sum(1) + 1).sqrt()
     assert rows["norm"][:4] == pytest.approx(norms.tolist(), rel=1e-5)
     assert rows["weight"][:4] == pytest.approx((0.5 / norms).clamp(max=1).tolist(), rel=1e-5)
-    assert len(sw.suspects(sw.samples(tmp_path)).top(3)) == 3
+    assert len(sw.suspects(sw.read_ledger(tmp_path)).top(3)) == 3
 
 
 def test_labels_as_one_hot_rows_are_recorded(tmp_path):

@@ -18,7 +18,7 @@ layers = keras.layers
 
 
 def _rows(directory):
-    return sw.samples(directory / "run").to_pydict()
+    return sw.read_ledger(directory / "run").to_pydict()
 
 
 def _same(model, other):
@@ -66,7 +66,7 @@ def test_weights_of_another_run_leave_the_ledger_alone(tmp_path):
     second = _small(tmp_path / "second")
     second.load_weights(tmp_path / "first.weights.h5")
     second.fit(x, y, verbose=0)
-    assert len(sw.samples(tmp_path / "second")) == 4
+    assert len(sw.read_ledger(tmp_path / "second")) == 4
 
 
 def test_files_of_weights_are_exchanged_with_plain_models(tmp_path):

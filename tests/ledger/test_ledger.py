@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.report.run_log import RunLog
 
 N = 22
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
@@ -47,7 +46,7 @@ def recorded(path, step, batches, epochs=2, **options):
     for _ in range(epochs):
         for update in step.over(batches):
             ledger.add(update)
-    return ledger.samples().to_pydict()
+    return ledger.read().to_pydict()
 
 
 def by_hand(samples, coefficient=lambda norm: 1.0, epochs=2):
@@ -120,7 +119,7 @@ def test_weights_of_some_updates_only(tmp_path):
         ledger.add(update)
         weights += update.weights.tolist()
         step.transforms = [sw.clip(0.9)] if number == 1 else []
-    assert ledger.samples().to_pydict()["weight"] == weights
+    assert ledger.read().to_pydict()["weight"] == weights
     assert len(set(weights)) > 2 and weights.count(1.0) >= 12
 
 
@@ -131,7 +130,7 @@ def test_a_weight_for_each_parameter_has_its_own_column(tmp_path):
     for update in step.over(loader()):
         ledger.add(update)
         weights.append(update.weights["0.bias"])
-    found = ledger.samples().to_pydict()
+    found = ledger.read().to_pydict()
     assert found["weight/0.bias"] == torch.cat(weights).tolist()
     assert len([name for name in found if name.startswith("weight/")]) == 4
     assert all(value != value for value in found["weight"])
@@ -353,7 +352,7 @@ def test_the_epoch_can_be_passed(tmp_path):
     for epoch, batch in enumerate(loader(11)):
         for update in step(batch):
             ledger.add(update, epoch=epoch)
-    assert ledger.samples()["epoch"].to_pylist() == [0] * 11 + [1] * 11
+    assert ledger.read()["epoch"].to_pylist() == [0] * 11 + [1] * 11
 
 
 def test_norms_false_does_not_compute_norms(tmp_path):
@@ -440,13 +439,13 @@ def test_ids_of_two_types(tmp_path, every):
 
 def test_types_and_parts(tmp_path):
     recorded(tmp_path, step_(samples=5), loader(), every=12)
-    types = {field.name: str(field.type) for field in sw.samples(tmp_path).schema}
+    types = {field.name: str(field.type) for field in sw.read_ledger(tmp_path).schema}
     wanted = {"id": "int64", "epoch": "int32", "update": "int64", "loss": "float", "norm": "float", "weight": "float"}
     assert types == wanted
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == [f"part-{k:06d}.parquet" for k in range(len(names))] and len(names) == 4
     assert pq.read_table(tmp_path / "samples").num_rows == 2 * N  # any Parquet reader
-    assert RunLog(tmp_path).samples().num_rows == 2 * N
+    assert sw.read_ledger(tmp_path).num_rows == 2 * N
 
 
 def test_a_million_visits_are_small(tmp_path):
@@ -465,7 +464,7 @@ def test_a_million_visits_are_small(tmp_path):
 
 def test_no_ledger(tmp_path):
     with pytest.raises(sw.LedgerError, match=r"a run must have a ledger, .* found none in .*Train with callbacks="):
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
 
 
 def damage(path, how):
@@ -480,10 +479,10 @@ def test_a_damaged_part_is_named_and_the_other_parts_are_read(tmp_path, how):
     recorded(tmp_path, step_(samples=5), loader(), every=12)
     damage(tmp_path / "samples" / "part-000001.parquet", how)
     with pytest.raises(sw.LedgerError, match=r"must be a complete Parquet file; found .*part-000001\.parquet") as error:
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
     assert "\n" not in str(error.value)
     with pytest.warns(sw.LedgerWarning, match=r"part-000001\.parquet, .*The other parts are read\."):
-        rest = sw.samples(tmp_path, damaged="skip")
+        rest = sw.read_ledger(tmp_path, damaged="skip")
     assert 0 < rest.num_rows < 2 * N
 
 
@@ -491,7 +490,7 @@ def test_a_missing_part_is_reported(tmp_path):
     recorded(tmp_path, step_(samples=5), loader(), every=12)
     (tmp_path / "samples" / "part-000001.parquet").unlink()
     with pytest.raises(sw.LedgerError, match=r"numbered without a gap; found no .*part-000001\.parquet"):
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
 
 
 def test_another_version_is_reported(tmp_path):
@@ -502,7 +501,7 @@ def test_another_version_is_reported(tmp_path):
     with pytest.raises(
         sw.LedgerError, match=r"samplewise ledger 1; found samplewise ledger 7 in .*the version of samplewise that"
     ):
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
 
 
 def test_pyarrow_is_missing(monkeypatch, tmp_path):
@@ -583,7 +582,7 @@ def test_invalid_options(tmp_path):
     ):
         sw.Ledger(tmp_path, columns="y")
     with pytest.raises(ValueError, match="damaged must be 'raise' or 'skip'; found 'warn'"):
-        sw.samples(tmp_path, damaged="warn")
+        sw.read_ledger(tmp_path, damaged="warn")
     for show in (True, ["a text"]):
         with pytest.raises(
             TypeError, match=r"show must be a function of the id, None or False; found (True|\['a text'\])"
@@ -620,7 +619,7 @@ def test_a_column_that_the_batch_lacks(tmp_path):
 def test_the_folder_of_the_parts_is_not_the_run(tmp_path):
     recorded(tmp_path, step_(), loader(), epochs=1)
     with pytest.raises(sw.LedgerError, match=rf"found none in .*samples\. Pass the run directory, {tmp_path}\."):
-        sw.samples(tmp_path / "samples")
+        sw.read_ledger(tmp_path / "samples")
 
 
 def test_a_directory_in_use(tmp_path):
@@ -654,7 +653,7 @@ def test_a_loop_without_a_step_records_the_rows_of_a_step(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             updates += 1
-    found = ledger.samples().to_pydict()
+    found = ledger.read().to_pydict()
     assert list(found) == ["id", "epoch", "update", "loss", "norm", "weight"]
     for name, values in found.items():
         torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]))
@@ -666,7 +665,7 @@ def test_rows_of_a_skipped_update_without_a_step(tmp_path):
     ledger = sw.Ledger(tmp_path, columns={"target": 1})
     stats = sw.backward(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), model)
     ledger.record(stats, batch, update=0, skipped=True)
-    found = ledger.samples().to_pydict()
+    found = ledger.read().to_pydict()
     assert found["weight"] == [0] * 4
     assert found["target"] == batch[1].tolist()
     assert found["epoch"] == [0] * 4
@@ -678,4 +677,4 @@ def test_rows_of_a_skipped_update_without_a_step(tmp_path):
         with pytest.raises(ValueError, match=r"(update|epoch) must be an integer, counted from 0; found"):
             ledger.record(stats, batch, **wrong)
     ledger.record(stats, batch, update=1)
-    assert ledger.samples()["update"].to_pylist() == [0] * 4 + [1] * 4
+    assert ledger.read()["update"].to_pylist() == [0] * 4 + [1] * 4

@@ -111,7 +111,7 @@ def test_readers_need_no_lock(tmp_path):
     holder = locked_by(tmp_path)
     directory_lock._held.add(holder.token)
     before = (tmp_path / "run.lock").read_bytes()
-    assert len(sw.samples(tmp_path)) == 30
+    assert len(sw.read_ledger(tmp_path)) == 30
     assert write_report(tmp_path).exists()
     assert trainer.evaluate(loader())["loss"] > 0
     assert len(trainer.predict(loader())) == 30

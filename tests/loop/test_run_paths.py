@@ -37,7 +37,7 @@ def test_a_relative_run_and_another_working_directory(elsewhere):
     trainer.fit(loader(), epochs=2)
     here = elsewhere.parent / "here" / "runs" / "first"
     assert log(here)[-1]["reason"] == "2 epochs are done"
-    assert len(list((here / "checkpoints").iterdir())) == 2 and len(sw.samples(here)) == 60
+    assert len(list((here / "checkpoints").iterdir())) == 2 and len(sw.read_ledger(here)) == 60
     assert list(elsewhere.iterdir()) == []
 
 
@@ -92,4 +92,4 @@ def test_other_directories(elsewhere):
     assert list(elsewhere.iterdir()) == []
     here = elsewhere.parent / "here"
     assert {path.name for path in here.iterdir()} == {"visits", "tables", "projections"}
-    assert len(sw.samples(here / "visits")) == 30
+    assert len(sw.read_ledger(here / "visits")) == 30

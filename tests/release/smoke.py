@@ -80,7 +80,7 @@ def ledger() -> None:
         for update in step.over(torch.utils.data.DataLoader(data, batch_size=3)):
             recorder.add(update, epoch=0)
         recorder.flush()
-        assert sw.samples(run).num_rows == len(x)
+        assert sw.read_ledger(run).num_rows == len(x)
 
 
 def report() -> None:

@@ -39,7 +39,7 @@ def find_wrong_labels() -> None:
     loader = DataLoader(sw.Indexed(TensorDataset(x, y)), batch_size=BATCH, shuffle=True)
     trainer.fit(loader, validate=DataLoader(TensorDataset(*validation), batch_size=256), epochs=EPOCHS)
 
-    visits = sw.samples(run)
+    visits = sw.read_ledger(run)
     show_ledger(visits)
     suspects = sw.suspects(visits)
     show_suspects(suspects, y, wrong)

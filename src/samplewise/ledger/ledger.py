@@ -26,7 +26,7 @@ from samplewise.ledger.files import (
     list_parts,
     load_pyarrow,
     parts,
-    samples,
+    read_ledger,
     unify_schemas,
 )
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
@@ -40,7 +40,7 @@ CONVERT_EVERY = 512  # updates converted to rows at a time
 class Ledger:
     """Callback that records each sample at each visit: id, epoch, update, loss, gradient norm, weight, and the columns
     that the loss function returns beside the losses. With nn.CrossEntropyLoss and one class index per sample, these are
-    label, prediction and margin. Read it with `sw.samples(run)` or any Parquet reader.
+    label, prediction and margin. Read it with `sw.read_ledger(run)` or any Parquet reader.
 
         trainer = sw.Trainer(step, "runs/first", callbacks=[sw.Ledger()])
 
@@ -189,11 +189,11 @@ class Ledger:
             self._rows = 0
             self._added = 0
 
-    def samples(self) -> Any:
-        """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.samples`. Every rank must call it."""
+    def read(self) -> Any:
+        """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.read_ledger`. Every rank must call it."""
         self.flush()
         current_group().barrier()
-        return samples(self._run_directory() if self._parts is None else self._parts.run)
+        return read_ledger(self._run_directory() if self._parts is None else self._parts.run)
 
     def _convert(self) -> None:
         """Convert the updates recorded so far to a block of rows. Its copy from the device is read with the next one;
