@@ -60,6 +60,7 @@ __all__ = [
     "input_gradients",
     "join_process_group",
     "load_checkpoint",
+    "loggers",
     "margin",
     "noise",
     "noise_scale",

@@ -46,6 +46,7 @@ from samplewise.ledger.files import read_ledger as read_ledger
 from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
+from samplewise.loop import loggers as loggers
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import sharded as sharded
 from samplewise.loop.trainer import Trainer as Trainer

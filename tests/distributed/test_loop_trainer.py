@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import samplewise as sw
 from samplewise.distributed.group import current_group
-from samplewise.integrations.loggers import CSV
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
 from samplewise.loop.checkpoint.storage import read
 from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.loop.events import EVENTS
+from samplewise.loop.loggers import CSV
 
 SAMPLES = 23
 

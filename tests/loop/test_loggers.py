@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import samplewise as sw
-from samplewise.integrations.loggers import CSV, MLflow, TensorBoard, WandB
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.loggers import CSV, MLflow, TensorBoard, WandB
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3

@@ -9,7 +9,7 @@ from small import loader, log, make
 from torch import nn
 
 import samplewise as sw
-from samplewise.integrations.loggers import CSV
+from samplewise.loop.loggers import CSV
 
 
 class Elsewhere:
