@@ -33,7 +33,7 @@ SECTIONS = {
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ekfac", "hessian", "trak", "select", "margin", "ProjectedStore"],
-    "Trainer": ["Trainer", "load_checkpoint", "sharded", "join_process_group"],
+    "Trainer": ["Trainer", "FitResult", "load_checkpoint", "sharded", "join_process_group"],
     "Ledger": ["Ledger", "Indexed", "read_ledger"],
 }
 RESULTS = {
@@ -45,6 +45,7 @@ RETURNED = (
     samplewise.Gradients,
     samplewise.BackwardResult,
     samplewise.Update,
+    samplewise.FitResult,
     *(kind for kinds in RESULTS.values() for kind in kinds),
     evaluate.LDS,
     evaluate.Removal,

@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointWarning",
     "DistributedError",
+    "FitResult",
     "Gradients",
     "GraphError",
     "Indexed",

@@ -254,7 +254,7 @@ def carrying(run, ends, transforms="plain", every="1ep", **options):
         callbacks = [ModelCheckpoint(every=every)]
         made = trainer(run, callbacks, transforms=CHAINS[transforms], dropout=0.3, **options)
         made.step.tail = "carry"
-        reason = made.fit(loader(), epochs=end, resume=True)
+        reason = made.fit(loader(), epochs=end, resume=True).reason
     return parameters(made), reason, made.step.counters
 
 
@@ -386,7 +386,7 @@ def test_other_settings_are_named_by_the_first_rank(two, tmp_path):
 
 def stopping(run):
     made = trainer(run, [EarlyStopping(patience=1, min_delta=100.0)])
-    return made.fit(loader(), epochs=9, resume=True), made.step.counters.epochs
+    return made.fit(loader(), epochs=9, resume=True).reason, made.step.counters.epochs
 
 
 def test_a_stopped_run_stays_stopped(two, tmp_path):

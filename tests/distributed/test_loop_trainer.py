@@ -101,7 +101,7 @@ def fitted(run, samples=6, **options):
         "torchmetrics": torchmetrics.Accuracy(task="multiclass", num_classes=3),
     }
     made = trainer(run, [CSV()], samples=samples, metrics=metrics, log_every=2, **options)
-    reason = made.fit(loader(), validate=loader(11, batch_size=3), epochs=3)
+    reason = made.fit(loader(), validate=loader(11, batch_size=3), epochs=3).reason
     return parameters(made), reason, made.evaluate(loader(7)), made.step.counters
 
 
@@ -204,7 +204,7 @@ def test_a_rank_that_was_given_no_samples(two):
 
 def rehearsed(run, samples):
     made = trainer(run, samples=samples)
-    reason = made.fit(loader(), validate=loader(11), epochs=9, fast_dev_run=True)
+    reason = made.fit(loader(), validate=loader(11), epochs=9, fast_dev_run=True).reason
     return reason, made.step.counters.updates, made.step.counters.samples
 
 
@@ -440,11 +440,11 @@ def signaled(trainer):
 
 def stopped(run, how):
     made = trainer(run, [Asks(1, 5, how), ModelCheckpoint(every="100up")])
-    reason = made.fit(loader(), epochs=5)
+    reason = made.fit(loader(), epochs=5).reason
     return reason, made.step.counters.updates, parameters(made)
 
 
-@pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signaled, "SIGTERM")])
+@pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signaled, "stopped by SIGTERM")])
 def test_all_leave_after_the_same_update_and_can_come_back(how, reason, two, tmp_path):
     found = two.run(stopped, tmp_path / "run", how)
     assert [(why, updates) for why, updates, _ in found] == [(reason, 6)] * 2
@@ -478,7 +478,7 @@ def left_in_a_window(run, training=None, validation=None, tail="update"):
     made.step.tail = tail
     training = DataLoader(Killed(SAMPLES, training), batch_size=4, shuffle=True)
     validation = DataLoader(Killed(11, validation), batch_size=4)
-    reason = made.fit(training, validation, epochs=3, resume=True)
+    reason = made.fit(training, validation, epochs=3, resume=True).reason
     return reason, made.step.counters.updates, made.step.counters.samples, parameters(made)
 
 
@@ -488,7 +488,7 @@ def left_in_a_window(run, training=None, validation=None, tail="update"):
 def test_a_rank_whose_loader_was_killed_along_with_it(samples, updates, two, tmp_path):
     """Nobody can end the window: all give it up, save, and come back to its first sample."""
     [(reason, made, used)] = {told[:3] for told in two.run(left_in_a_window, tmp_path / "run", *samples)}
-    assert reason == "SIGTERM" and used == min(6 * made, SAMPLES)
+    assert reason == "stopped by SIGTERM" and used == min(6 * made, SAMPLES)
     assert made == updates or (updates is None and 0 < made < 4)
     resumed, whole = two.run(left_in_a_window, tmp_path / "run"), two.run(left_in_a_window, tmp_path / "whole")
     assert [told[:3] for told in resumed] == [("3 epochs are done", 12, 3 * SAMPLES)] * 2
@@ -522,7 +522,7 @@ def test_a_loader_must_not_stop_one_rank(two):
 def patient(run):
     """A validation loss that does not become better."""
     made = trainer(run, [EarlyStopping("loss", patience=2)], lr=0.0)
-    return made.fit(loader(), validate=loader(11), epochs=9), made.step.counters.epochs
+    return made.fit(loader(), validate=loader(11), epochs=9).reason, made.step.counters.epochs
 
 
 def test_early_stopping_is_decided_alike(two, tmp_path):

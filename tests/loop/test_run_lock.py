@@ -86,7 +86,7 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path):
         (tmp_path / "go").touch()
         assert process.wait(timeout=120) == 0
     assert free(tmp_path)
-    assert make(tmp_path).fit(loader(), epochs=2, resume=True) == "2 epochs are done"
+    assert make(tmp_path).fit(loader(), epochs=2, resume=True).reason == "2 epochs are done"
 
 
 @pytest.mark.parametrize("reaped", [True, False])
@@ -240,7 +240,7 @@ def test_two_trainers_at_once(tmp_path):
                 make(tmp_path).fit(loader(), epochs=1, resume=True)
             said.append(str(refused.value))
 
-    assert "done" in make(tmp_path, [Second()]).fit(loader(), epochs=1)
+    assert make(tmp_path, [Second()]).fit(loader(), epochs=1).reason == "1 epoch is done"
     assert len(said) == 3 and all(f"in use by this process, process {os.getpid()} on" in message for message in said)
     assert [line["kind"] for line in log(tmp_path)].count("end") == 1
 
@@ -306,7 +306,7 @@ def test_it_is_released_after_a_signal(tmp_path, number):
         def on_update(self):
             os.kill(os.getpid(), number)
 
-    assert make(tmp_path, [Signalled()]).fit(loader(), epochs=1) == number.name
+    assert make(tmp_path, [Signalled()]).fit(loader(), epochs=1).signal == number.name
     assert free(tmp_path)
 
 

@@ -54,7 +54,7 @@ def test_a_working_directory_that_is_removed(elsewhere):
     trainer = make(elsewhere.parent / "here" / "first")
     os.chdir(elsewhere)
     elsewhere.rmdir()
-    assert trainer.fit(loader(), epochs=1) == "1 epoch is done"
+    assert trainer.fit(loader(), epochs=1).reason == "1 epoch is done"
     with pytest.raises(ValueError, match=r"must have a path that can be made absolute; found 'first': .*absolute path"):
         make("first")
 

@@ -53,7 +53,7 @@ def log(run):
 
 def test_it_is_the_explicit_loop():
     trainer, other = make(), make()
-    assert trainer.fit(loader(), epochs=3) == "3 epochs are done"
+    assert trainer.fit(loader(), epochs=3).reason == "3 epochs are done"
     for _ in range(3):
         for _ in other.step.over(loader()):
             pass
@@ -186,7 +186,7 @@ def test_what_is_no_callback(callback, message):
 
 def test_early_stopping():
     trainer = make(callbacks=[EarlyStopping("loss", patience=2, mode="max")])  # the loss falls
-    assert trainer.fit(loader(), epochs=50) == "loss has not improved for 2 epochs"
+    assert trainer.fit(loader(), epochs=50).reason == "loss has not improved for 2 epochs"
     assert trainer.step.counters.epochs == 3
 
 
@@ -282,7 +282,7 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
 
 
 def test_max_time():
-    assert make(callbacks=[MaxTime(0.0)]).fit(loader(), epochs=9) == "time limit of 0.0 s reached"
+    assert make(callbacks=[MaxTime(0.0)]).fit(loader(), epochs=9).reason == "time limit of 0.0 s reached"
 
 
 # ------------------------------------------------------------- files
@@ -454,8 +454,8 @@ def test_a_fast_dev_run(tmp_path, monkeypatch, samples, used, given, tail):
 
     trainer = make("run", [seen, ModelCheckpoint(every="1up", best=1)], samples=samples)
     trainer.step.tail = tail
-    reason = trainer.fit(batches(trained), validate=batches(validated), **given, fast_dev_run=True)
-    assert reason == "fast_dev_run is done"
+    result = trainer.fit(batches(trained), validate=batches(validated), **given, fast_dev_run=True)
+    assert result.reason == "fast_dev_run is done"
     assert seen.samples == [used] and len(trained) == -(-used // 7) and len(validated) == 1
     assert (trainer.step.samples, trainer.step.tail) == (samples, tail)
     assert seen.kinds[-3:] == ["epoch", "validation", "end"]
@@ -509,7 +509,7 @@ def test_a_fast_dev_run_leaves_a_run_alone(tmp_path):
 def test_training_after_a_fast_dev_run(tmp_path):
     trainer = make(tmp_path)
     trainer.fit(loader(), epochs=1, fast_dev_run=True)
-    assert trainer.fit(loader(), epochs=2) == "2 epochs are done"  # the rehearsal counts as an epoch
+    assert trainer.fit(loader(), epochs=2).reason == "2 epochs are done"  # the rehearsal counts as an epoch
     assert trainer.step.counters.updates == 4
     assert [line["update"] for line in log(tmp_path) if line["kind"] == "epoch"] == [4]
 

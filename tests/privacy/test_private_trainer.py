@@ -246,7 +246,7 @@ def test_an_identical_replay_is_free(tmp_path):
 def resume_with_another_rate(directory):
     model, loader, step = make()
     training = trainer(step, directory, Faster())
-    return model, step, training.fit(loader, resume=True)
+    return model, step, training.fit(loader, resume=True).reason
 
 
 class Faster:
@@ -290,7 +290,7 @@ def test_the_same_trainer_after_a_divergence(tmp_path, resume, duration):
         with pytest.raises(PrivacyError, match="must be repeated exactly"):
             training.fit(loader, resume=True, **duration)
         for _ in range(2):
-            assert training.fit(loader, resume=resume, **duration) == SPENT
+            assert training.fit(loader, resume=resume, **duration).reason == SPENT
     assert step.privacy.spent().updates == UPDATES and step.privacy.left == 0
     assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()][-1]["reason"] == SPENT
 
@@ -298,7 +298,7 @@ def test_the_same_trainer_after_a_divergence(tmp_path, resume, duration):
 def test_a_training_by_epochs_is_resumed_inside_an_epoch(tmp_path):
     interrupted(tmp_path, 12, updates=20)
     _, loader, step = make(updates=20)
-    assert trainer(step, tmp_path).fit(loader, epochs=2, resume=True) == "2 epochs are done"
+    assert trainer(step, tmp_path).fit(loader, epochs=2, resume=True).reason == "2 epochs are done"
     assert step.privacy.spent().updates == 20
     with pytest.raises(PrivacyError, match="at most the 20 updates that are paid for; found 30"):
         trainer(step, tmp_path).fit(loader, epochs=3, resume=True)
@@ -308,7 +308,7 @@ def test_a_training_that_makes_all_its_updates_ends_with_its_epoch(tmp_path):
     """Nothing is cut off at the end: the last epoch is validated."""
     _, loader, step = make(updates=20)
     validation = torch.utils.data.DataLoader(loader.dataset.dataset, 20)
-    assert trainer(step, tmp_path).fit(loader, validation, epochs=2) == "2 epochs are done"
+    assert trainer(step, tmp_path).fit(loader, validation, epochs=2).reason == "2 epochs are done"
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in log].count("validation") == 2
 
@@ -331,7 +331,7 @@ def test_a_lost_key_is_replaced_and_the_updates_are_counted_again(tmp_path):
     interrupted(tmp_path, 9, keep=5)
     (tmp_path / KEY_FILE).unlink()
     _, loader, step = make()
-    assert trainer(step, tmp_path).fit(loader, resume=True) == SPENT
+    assert trainer(step, tmp_path).fit(loader, resume=True).reason == SPENT
     assert len(lines(tmp_path)) == UPDATES  # 10 with the old key, the rest with the new one
     assert len({line["key"] for line in lines(tmp_path)}) == 2
     assert not (tmp_path / KEY_FILE).exists()

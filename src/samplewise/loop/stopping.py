@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from samplewise.core.snapshot import RandomState
 from samplewise.distributed import collectives
@@ -70,17 +70,24 @@ def duration(epochs: int | str | None = None, updates: int | None = None) -> Dur
 # --- stop requests and signals ---------------------------------------------------------------------------------------
 
 
+class StopRequest(NamedTuple):
+    """Request to end a training. `signal`: name of the signal that is its cause."""
+
+    reason: str
+    signal: str | None = None
+
+
 class StopController(ABC):
-    """Stop requests of one call of `fit`. `reason` is None until the training is to stop; it is equal on all ranks."""
+    """Stop requests of one call of `fit`. `stop` is None until the training is to stop; it is equal on all ranks."""
 
     def __init__(self, step: Step) -> None:
-        self.reason: str | None = None
+        self.stop: StopRequest | None = None
         self._step = step
-        self._has_signal = False
+        self._signal: str | None = None  # name of the signal that this process has received
 
     @abstractmethod
-    def request(self, reason: str) -> None:
-        """Request a stop. The first reason is kept."""
+    def request(self, reason: str, signal: str | None = None) -> None:
+        """Request a stop. The first request is kept."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -100,7 +107,7 @@ class StopController(ABC):
 
     def is_over(self, until: Duration, epochs: int) -> bool:
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
-        if self.reason is not None:
+        if self.stop is not None:
             return True
         updates = self._step.started_updates
         if until.updates is not None and updates >= until.updates:
@@ -113,10 +120,10 @@ class StopController(ABC):
         before: dict[int, Any] = {}
 
         def handle(number: int, frame: Any) -> None:
-            if self._has_signal and number == signal.SIGINT:
+            if self._signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.request(signal.Signals(number).name)
-            self._has_signal = True
+            self._signal = signal.Signals(number).name
+            self.request(f"stopped by {self._signal}", self._signal)
             # Without this, torch raises at an arbitrary place, because the signal has killed a worker too.
             if child := getattr(signal, "SIGCHLD", None):
                 before.setdefault(child, signal.signal(child, signal.SIG_DFL))
@@ -128,7 +135,7 @@ class StopController(ABC):
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
-            self._has_signal = False
+            self._signal = None
 
 
 def stop_controller(step: Step) -> StopController:
@@ -142,8 +149,8 @@ class SingleProcessStop(StopController):
     After a signal, the iterator over batches raises LoaderStopped: it ends `Step.over`, or a validation.
     """
 
-    def request(self, reason: str) -> None:
-        self.reason = self.reason or reason
+    def request(self, reason: str, signal: str | None = None) -> None:
+        self.stop = self.stop or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
         pass
@@ -157,18 +164,18 @@ class SingleProcessStop(StopController):
         try:
             yield
         except Exception as error:
-            if not (self._has_signal or isinstance(error, LoaderStopped)):
+            if not (self._signal or isinstance(error, LoaderStopped)):
                 raise
-            self.request("stopped by the loader")  # unless there is a reason already
+            self.request("stopped by the loader")  # unless there is a request already
             loader.commit(self._step.consumed)  # samples in the open window must not come again
-            raise LoaderStopped(self.reason) from error
+            raise LoaderStopped(self.stop) from error
 
     def batches(self, batches: Iterable[Any], loader: ResumableLoader) -> Iterator[Any]:
         with self.watch(loader):
             for batch in batches:
                 yield batch
-                if self._has_signal and not self._step.has_deferred_samples:
-                    raise LoaderStopped(self.reason)
+                if self._signal is not None and not self._step.has_deferred_samples:
+                    raise LoaderStopped(self.stop)
 
     @contextmanager
     def epoch(self, loader: ResumableLoader) -> Iterator[None]:
@@ -192,20 +199,20 @@ class MultiRankStop(StopController):
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
-        self._requested: str | None = None  # reason requested on this rank
+        self._requested: StopRequest | None = None  # of this rank
         self._at_window_start = RandomState()
 
-    def request(self, reason: str) -> None:
-        self._requested = self._requested or reason
+    def request(self, reason: str, signal: str | None = None) -> None:
+        self._requested = self._requested or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
         self._exchange_requests()
         self._at_window_start = RandomState()
 
     def _exchange_requests(self) -> None:
-        if self.reason is None and current_group().all_reduce_scalars(self._requested is not None)[0]:
-            reasons = current_group().all_gather_object(self._requested)
-            self.reason = next(reason for reason in reasons if reason is not None)
+        if self.stop is None and current_group().all_reduce_scalars(self._requested is not None)[0]:
+            requests = current_group().all_gather_object(self._requested)
+            self.stop = next(request for request in requests if request is not None)
 
     @contextmanager
     def watch(self, loader: ResumableLoader) -> Iterator[None]:
@@ -218,10 +225,10 @@ class MultiRankStop(StopController):
                 "found that it did. Call trainer.stop(reason) from a callback."
             ) from error
         except Exception as error:
-            if not self._has_signal or collectives.is_from_another_rank(error):
+            if self._signal is None or collectives.is_from_another_rank(error):
                 raise
             raise LoaderKilled(
-                f"the loader of a rank must work until all ranks stop; found that it failed after {self._requested} "
+                f"the loader of a rank must work until all ranks stop; found that it failed after {self._signal} "
                 f"with {type(error).__name__}: {error}. Resume from the last checkpoint."
             ) from error
 

@@ -42,12 +42,13 @@ from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed, reseed
 from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
+from samplewise.loop.fit_result import FitResult
 from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
 from samplewise.loop.nested_fit import only_fit_of
 from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
-from samplewise.loop.stopping import Duration, duration, stop_controller
+from samplewise.loop.stopping import Duration, StopRequest, duration, stop_controller
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 from samplewise.step.update import Update
@@ -139,14 +140,14 @@ class Trainer(CheckedAttributes):
         *,
         overfit: int | None = None,
         fast_dev_run: bool = False,
-    ) -> str:
-        """Train up to a total number of epochs or updates, and return the reason for the end: "3 epochs are done", the
-        reason of a callback, or "SIGTERM" or "SIGINT" after a signal.
+    ) -> FitResult:
+        """Train up to a total number of epochs or updates, and return the reason for the end, the counters and the
+        metrics of the last epoch.
 
         A first Ctrl-C (SIGINT) saves a checkpoint and returns, and the script goes on after `fit`. A script that is to
         end then, with the usual exit code:
 
-            if trainer.fit(loader, epochs=10, resume=True) == "SIGINT":
+            if trainer.fit(loader, epochs=10, resume=True).signal == "SIGINT":
                 sys.exit(130)
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
@@ -178,6 +179,7 @@ class Trainer(CheckedAttributes):
             self._timer.start(data.seconds_waited)
             self._stop_if_spent()
             self._stopping.synchronize()
+            metrics: dict[str, float] = {}
             while not self._stopping.is_over(until, self._epoch):
                 epoch = self._epoch
                 self._callbacks.emit("on_epoch_start", epoch=epoch)
@@ -196,9 +198,10 @@ class Trainer(CheckedAttributes):
                         self._callbacks.emit("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._stopping.synchronize()
             done = "fast_dev_run is done" if self.fast_dev_run else until.done()
-            reason = self._stopping.reason or done
-            self._end(reason, data)
-        return reason
+            stop = self._stopping.stop or StopRequest(done)
+            self._end(stop.reason, data)
+            counters = self.step.counters
+            return FitResult(stop.reason, stop.signal, self._epoch, counters.updates, metrics)
 
     def _until(self, epochs: int | str | None, updates: int | None) -> Duration:
         """Duration of the training. A private one makes the updates that are paid for, unless it is given."""
@@ -249,7 +252,7 @@ class Trainer(CheckedAttributes):
             self._stopping.request(f"all {privacy.plan.updates} updates that are paid for are made")
 
     def stop(self, reason: str) -> None:
-        """End the training after this update, on all ranks. `fit` returns the reason, a text. Call it while `fit` runs.
+        """End the training after this update, on all ranks. `FitResult.reason` is the text. Call it while `fit` runs.
 
         The next call of `fit`, also with resume=True, continues the training.
         """
