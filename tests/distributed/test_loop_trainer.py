@@ -100,7 +100,7 @@ def fitted(run, samples=6, **options):
         "largest": Largest(),
         "torchmetrics": torchmetrics.Accuracy(task="multiclass", num_classes=3),
     }
-    made = trainer(run, [CSV()], samples=samples, metrics=metrics, log_every=2, **options)
+    made = trainer(run, [CSV()], samples=samples, metrics=metrics, log_every="2up", **options)
     reason = made.fit(loader(), validate=loader(11, batch_size=3), epochs=3).reason
     return parameters(made), reason, made.evaluate(loader(7)), made.step.counters
 
@@ -312,7 +312,7 @@ def going_on(run, until, resume=True, dropout=0.0, strategy="ddp", best=0):
         model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False, strategy=strategy
     )
     callbacks = [order, EarlyStopping("loss", patience=9), ModelCheckpoint(every="2up", best=best)]
-    made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every=2)
+    made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every="2up")
     training, validation = (sw.Indexed(data(samples)) for samples in (SAMPLES, 11))
     training, validation = DataLoader(training, batch_size=4, shuffle=True), DataLoader(validation, batch_size=3)
     made.fit(training, validation, updates=until, resume=resume)
@@ -558,9 +558,9 @@ def failing(run, where):
     callbacks = [Fails(where)] if where.startswith("on_") else []
     made = trainer(run, callbacks, metrics={"broken": broken} if where in ("validation", "evaluate") else None)
     if where == "trainer":
-        made = trainer(log_every=1 - current_group().rank)
+        made = trainer(log_every=("1up", "0up")[current_group().rank])
     if where == "arguments":
-        made.fit(loader(), epochs=("1ep", "one")[current_group().rank])
+        made.fit(loader(), epochs=(1, "one")[current_group().rank])
     if where == "evaluate":
         made.evaluate(loader())
     if where == "data":
@@ -579,8 +579,8 @@ def broken(outputs, batch):
 
 
 FAILURES = {
-    "trainer": "ValueError: log_every must be a positive number of updates; found 0",
-    "arguments": "ValueError: a duration must be written like '2ep' or '500up'; found 'one'",
+    "trainer": "ValueError: log_every must be a duration such as '50up' (updates) or '1000samples'; found '0up'",
+    "arguments": "ValueError: epochs must be a positive whole number; found 'one'",
     "data": "OSError: sample 9 cannot be read",
     "validation": "ValueError: a metric fails",
     "evaluate": "ValueError: a metric fails",

@@ -18,10 +18,10 @@ def cosine(optimizer):
 @pytest.mark.parametrize("another", [lambda batches: batches, lambda _: loader(shuffle=True)], ids=["same", "new"])
 def test_two_fits_are_one(tmp_path, samples, where, another):
     """In the middle of an epoch, and of a batch, too."""
-    whole = make(tmp_path / "whole", samples=samples, log_every=1)
+    whole = make(tmp_path / "whole", samples=samples, log_every="1up")
     whole.fit(loader(shuffle=True), epochs=3)
     for run in (None, tmp_path / "run"):
-        parts, batches = make(run, samples=samples, log_every=1), loader(shuffle=True)
+        parts, batches = make(run, samples=samples, log_every="1up"), loader(shuffle=True)
         parts.fit(batches, updates=where)
         assert parts.fit(another(batches), epochs=3).reason == "3 epochs are done"
         assert torch.equal(parameters(parts), parameters(whole))

@@ -41,7 +41,7 @@ def test_a_callback_that_raises_leaves_nothing_open(tmp_path, event):
         def on_error(self, error):
             told.append(type(error))
 
-    trainer = make(tmp_path, [Raising(event), Told()], log_every=1)
+    trainer = make(tmp_path, [Raising(event), Told()], log_every="1up")
     modes = [module.training for module in trainer.model.modules()]
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Boom):
@@ -162,7 +162,7 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
                 written._file = Full(written._file)
 
     with pytest.raises(sw.CheckpointError, match=r"the log file .*log\.jsonl must be writable; found: .*No space"):
-        make(tmp_path, [Filling()], log_every=1).fit(loader(), epochs=3)
+        make(tmp_path, [Filling()], log_every="1up").fit(loader(), epochs=3)
     make(tmp_path).fit(loader(), epochs=3, resume=True)
     assert log(tmp_path)[-1]["reason"] == "3 epochs are done"
 
@@ -190,7 +190,7 @@ class Asked:
 @pytest.mark.parametrize("samples", [None, 20])
 def test_a_signal_anywhere(tmp_path, number, training, call, samples):
     def fit(run, loss, **given):
-        trainer = make(run, loss=loss, samples=samples, log_every=2)
+        trainer = make(run, loss=loss, samples=samples, log_every="2up")
         return trainer, trainer.fit(loader(shuffle=True), validate=loader(batch_size=9), epochs=3, **given)
 
     never = Asked(0)

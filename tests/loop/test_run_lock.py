@@ -354,7 +354,7 @@ def test_a_lost_lock_ends_the_training_before_a_line_of_the_log(tmp_path, hasty)
                 time.sleep(0.01)
 
     with pytest.raises(CheckpointError, match=LOST):
-        make(tmp_path, [Loses()], log_every=1).fit(loader(), epochs=1)
+        make(tmp_path, [Loses()], log_every="1up").fit(loader(), epochs=1)
     assert {line["update"] for line in log(tmp_path)} == {1}  # written before the lock was lost
 
 

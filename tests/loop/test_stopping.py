@@ -10,7 +10,8 @@ from small import X, Y, loss_fn, make, parameters
 import samplewise as sw
 from samplewise.errors import LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
-from samplewise.loop.stopping import Duration, SingleProcessStop, stop_controller
+from samplewise.loop.durations import Duration
+from samplewise.loop.stopping import SingleProcessStop, stop_controller
 
 
 def controller(deferred=False):
@@ -56,10 +57,10 @@ def test_an_error_of_the_loader(signaled):
 
 def test_the_first_reason_is_kept():
     stopping = controller()
-    assert not stopping.is_over(Duration(updates=4), epochs=0) and stopping.is_over(Duration(updates=3), epochs=0)
+    assert not stopping.is_over(Duration(4, "up"), epochs=0) and stopping.is_over(Duration(3, "up"), epochs=0)
     stopping.request("first")
     stopping.request("second")
-    assert stopping.stop == ("first", None) and stopping.is_over(Duration(updates=4), epochs=0)
+    assert stopping.stop == ("first", None) and stopping.is_over(Duration(4, "up"), epochs=0)
 
 
 def test_a_loader_of_the_users_may_stop_an_epoch():

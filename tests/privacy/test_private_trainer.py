@@ -482,7 +482,7 @@ def test_the_number_of_samples_is_in_files_only_if_it_is_public(tmp_path, option
     size = len(options.get("group", range(SIZE)))
     privacy = plan(**{"sample_rate": 0.002, "updates": 6, **options})
     _, loader, step = make_small(privacy, dataset=TensorDataset(*data(size)))
-    training = sw.Trainer(step, tmp_path, [sw.callbacks.ModelCheckpoint(every="1up")], progress=False, log_every=1)
+    training = sw.Trainer(step, tmp_path, [sw.callbacks.ModelCheckpoint(every="1up")], progress=False, log_every="1up")
     training.fit(loader, updates=3)
     found = values_in(tmp_path)
     assert (SIZE in found) == shown
@@ -502,7 +502,7 @@ def test_another_data_set_is_refused_if_its_size_is_secret(tmp_path):
         with pytest.raises(PrivacyError, match="the same dataset; found 39 samples in place of another number"):
             sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
         _, loader, step = make_small(plan(divide_by=9.0, seed=seed))
-        assert "done" in sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
+        assert "done" in sw.Trainer(step, directory, progress=False).fit(loader, resume=True).reason
 
 
 def test_the_size_cannot_be_compared_without_the_key(tmp_path):
@@ -532,7 +532,27 @@ def test_callbacks_that_need_hidden_losses_are_refused_before_an_update(tmp_path
             sw.Trainer(step, tmp_path, [callback], progress=False).fit(loader, validate)
         assert step.privacy.spent().updates == 0
     _, loader, step = make_small()
-    assert "done" in sw.Trainer(step, None, [sw.callbacks.EarlyStopping()], progress=False).fit(loader, validation)
+    training = sw.Trainer(step, None, [sw.callbacks.EarlyStopping()], progress=False)
+    assert "done" in training.fit(loader, validation).reason
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (dict(log_every="9samples"), "log_every"),
+        (dict(callbacks=[sw.callbacks.LRMonitor("9samples")]), "every of LRMonitor"),
+        (dict(callbacks=[sw.callbacks.ModelCheckpoint("9samples")]), "every of ModelCheckpoint"),
+    ],
+    ids=str,
+)
+def test_intervals_in_samples_are_refused_before_an_update(tmp_path, options, name):
+    _, loader, step = make_small()
+    message = (
+        f"^{name} must be a number of updates with privacy=, .* hidden; found '9samples'. Write for example '50up'"
+    )
+    with pytest.raises(PrivacyError, match=message):
+        sw.Trainer(step, tmp_path, progress=False, **options).fit(loader)
+    assert step.privacy.spent().updates == 0
 
 
 def test_draws_in_place_of_validation_data_are_refused_before_an_update(tmp_path):

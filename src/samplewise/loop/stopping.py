@@ -1,10 +1,9 @@
-"""End of a training: its duration, stop requests and signals.
+"""End of a training: stop requests and signals.
 
 One process stops between two batches and keeps its open window. Several ranks stop after the same update, because a
 part of a window cannot be used. A signal to the whole process group also kills the workers of a loader: a rank whose
 loader fails because of it announces this, and all ranks go back to the beginning of the window.
 
-    Duration            epochs=10, updates=500, "2ep" or "500up"
     StopController      stop requests and signals; `stop_controller` returns the one for this process group
     SingleProcessStop   stops between two batches
     MultiRankStop       stops all ranks after the same update
@@ -12,13 +11,11 @@ loader fails because of it announces this, and all ranks go back to the beginnin
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from samplewise.core.snapshot import RandomState
@@ -26,48 +23,8 @@ from samplewise.distributed import collectives
 from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
+from samplewise.loop.durations import Duration
 from samplewise.step.step import Step
-
-# --- durations -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Number of epochs or of updates; one of the two is set."""
-
-    epochs: int | None = None
-    updates: int | None = None
-
-    def reached(self, epochs: int, updates: int) -> bool:
-        return (self.epochs is not None and epochs >= self.epochs) or (
-            self.updates is not None and updates >= self.updates
-        )
-
-    def done(self) -> str:
-        """Return the reason that `fit` returns when the duration is reached: "3 epochs are done"."""
-        number = self.updates if self.epochs is None else self.epochs
-        what = "update" if self.epochs is None else "epoch"
-        return f"1 {what} is done" if number == 1 else f"{number} {what}s are done"
-
-
-def duration(epochs: int | str | None = None, updates: int | None = None) -> Duration:
-    """Parse a duration. Exactly one of `epochs` (an int, or a str such as "2ep" or "500up") and `updates` is given."""
-    if isinstance(epochs, str):
-        found = re.fullmatch(r"(\d+)(ep|up)", epochs.strip())
-        if found is None or updates is not None:
-            raise ValueError(f"a duration must be written like '2ep' or '500up'; found {epochs!r}.")
-        number, unit = found.groups()
-        return duration(epochs=int(number)) if unit == "ep" else duration(updates=int(number))
-    if (epochs is None) == (updates is None):
-        found_both = "both" if epochs is not None else "neither"
-        raise ValueError(f"exactly one of epochs= and updates= must be given; found {found_both}. Pass epochs=10.")
-    for name, number in (("epochs", epochs), ("updates", updates)):
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{name} must be a positive whole number; found {number!r}.")
-    return Duration(epochs, updates)
-
-
-# --- stop requests and signals ---------------------------------------------------------------------------------------
 
 
 class StopRequest(NamedTuple):
@@ -109,10 +66,10 @@ class StopController(ABC):
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
         if self.stop is not None:
             return True
-        updates = self._step.started_updates
-        if until.updates is not None and updates >= until.updates:
-            updates = self._step.counters.updates  # exact; may wait for the device
-        return until.reached(epochs, updates)
+        if until.unit == "ep":
+            return epochs >= until.number
+        # The exact number may wait for the device.
+        return self._step.started_updates >= until.number and self._step.counters.updates >= until.number
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
