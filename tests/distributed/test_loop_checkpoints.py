@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -84,6 +85,36 @@ def as_it_was(run):
 
 def test_what_is_saved_is_the_state_of_its_moment(two, tmp_path):
     assert two.run(as_it_was, tmp_path / "run") == [True, True]
+
+
+def every_ten_samples(run, samples):
+    """Numbers of samples at the updates after which a checkpoint is saved."""
+    seen, saved = [0], []
+
+    class Notes:
+        def on_update(self, update):
+            seen.append(seen[-1] + update.samples)
+
+        def state_dict(self):
+            saved.append(seen[-1])
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    trainer(run, [Notes(), ModelCheckpoint(every="10samples")], samples=samples, log_every="10samples").fit(
+        loader(), epochs=2
+    )
+    return seen, saved[1:]  # the first one is a check
+
+
+@pytest.mark.parametrize("samples", [6, None])
+def test_intervals_in_samples_are_those_of_all_ranks(two, tmp_path, samples):
+    (seen, saved), other = two.run(every_ten_samples, tmp_path / "run", samples)
+    assert (seen, saved) == other and seen[-1] == 46
+    ends = [now for before, now in pairwise(seen) if now // 10 > before // 10]
+    assert saved == [*ends, 46]  # the last one at the end of fit
+    lines = [line["samples"] for line in log(tmp_path / "run") if line["kind"] == "train"]
+    assert lines == sorted({*ends, 23, 46})
 
 
 # ---------------------------------------------------------------------------------------------------------- failures

@@ -30,7 +30,7 @@ def recorded(run, until, samples=6, every=20):
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = sw.Step(model, optimizer, loss_fn, samples, transforms=[sw.clip(0.5)], strategy="ddp")
-    callbacks = [sw.Ledger(every=every), ModelCheckpoint(every="3up")]
+    callbacks = [sw.Ledger(rows_per_file=every), ModelCheckpoint(every="3up")]
     trainer = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1)
     trainer.fit(loader, updates=until, resume=True)
 

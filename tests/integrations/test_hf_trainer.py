@@ -288,7 +288,7 @@ def test_a_new_training_in_the_same_directory_replaces_the_ledger(tmp_path):
         recorded(bert(), classes(n), tmp_path)
     assert sw.read_ledger(tmp_path).num_rows == 6
     ledger = sw.Ledger(tmp_path)
-    with pytest.raises(LedgerError, match="a new ledger must have a directory without parts"):
+    with pytest.raises(LedgerError, match="a new ledger must have a run directory without parts"):
         train(bert(), sw.Indexed(classes(6)), tmp_path, ledger=ledger)
     assert sw.read_ledger(tmp_path).num_rows == 6
 

@@ -49,7 +49,7 @@ trainer = PerSampleTrainer(
     train_dataset=sw.Indexed(classes(10)),
     eval_dataset=classes(6),
     compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()},
-    ledger=sw.Ledger(every=3),
+    ledger=sw.Ledger(rows_per_file=3),
     transforms=[sw.clip(0.5)],
     callbacks=[Kill(), Busy()],
 )

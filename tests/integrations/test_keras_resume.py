@@ -91,5 +91,5 @@ def test_files_of_weights_are_exchanged_with_plain_models(tmp_path):
 def test_a_new_training_in_the_directory_of_another_is_refused(tmp_path):
     x, y = np.ones((4, 3)), np.ones((4, 2))
     _small(tmp_path).fit(x, y, verbose=0)
-    with pytest.raises(sw.LedgerError, match="must have a directory without parts; found 1 part"):
+    with pytest.raises(sw.LedgerError, match="must have a run directory without parts; found 1 part"):
         _small(tmp_path).fit(x, y, verbose=0)

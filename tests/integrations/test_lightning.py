@@ -263,7 +263,7 @@ def test_a_ledger_without_norms_records_samples_that_interact(tmp_path):
 def test_a_directory_with_rows_is_refused_before_the_first_update(tmp_path):
     fitted(8, [PerSample(ledger=sw.Ledger(tmp_path))])
     module = Module()
-    with pytest.raises(LedgerError, match="a new ledger must have a directory without parts"):
+    with pytest.raises(LedgerError, match="a new ledger must have a run directory without parts"):
         fitted(8, [PerSample(ledger=sw.Ledger())], module, default_root_dir=tmp_path)
     assert torch.equal(flat(module), flat(network()))
     assert sw.read_ledger(tmp_path).num_rows == SAMPLES

@@ -39,7 +39,7 @@ def trainer(directory, callbacks=(), every="3up", **options):
     step = sw.Step(
         model, torch.optim.AdamW(model.parameters(), lr=0.01), loss_fn, samples=9, microbatch=4, audit=False, **options
     )
-    callbacks = [sw.Ledger(every=20), *callbacks, ModelCheckpoint(every=every)]
+    callbacks = [sw.Ledger(rows_per_file=20), *callbacks, ModelCheckpoint(every=every)]
     return sw.Trainer(step, directory, callbacks, progress=False, seed=3, device="cpu")
 
 

@@ -175,7 +175,7 @@ def test_counts_are_recorded_if_one_of_them_is_not_1(tmp_path, compile):
 
 def test_counts_of_a_part_in_which_all_are_1_are_read_as_1(tmp_path):
     counts = torch.where(torch.arange(N) < 20, 1.0, 3.0)
-    found = recorded(tmp_path, step_(with_counts(counts), samples=5), loader(), epochs=1, every=5)
+    found = recorded(tmp_path, step_(with_counts(counts), samples=5), loader(), epochs=1, rows_per_file=5)
     assert found["count"] == counts.tolist()
     assert "count" not in pq.read_table(tmp_path / "samples" / "part-000000.parquet").column_names
 
@@ -398,7 +398,7 @@ VALUES = {"whole": LARGE, "float": 0.5, "double": 1e300, "bool": 1, "none": None
 )
 def test_a_column_may_change_its_type(tmp_path, kinds, every):
     step = step_(with_column(*(KINDS[kind] for kind in kinds)))
-    found = recorded(tmp_path, step, loader(), epochs=1, every=every)["c"]
+    found = recorded(tmp_path, step, loader(), epochs=1, rows_per_file=every)["c"]
     expected = [VALUES[kind] for kind, n in zip(kinds, (8, 8, 6), strict=True) for _ in range(n)]
     assert [None if v != v else v for v in found] == expected
 
@@ -431,14 +431,14 @@ def test_ids_of_two_types(tmp_path, every):
     with pytest.raises(
         sw.LedgerError, match=r"the column 'id' must have one type in all batches; found .*int64 .*string"
     ):
-        recorded(tmp_path, step_(of_dicts), with_ids([[1, 2], ["a", "b"]]), epochs=1, every=every)
+        recorded(tmp_path, step_(of_dicts), with_ids([[1, 2], ["a", "b"]]), epochs=1, rows_per_file=every)
 
 
 # ----------------------------------------------------------------------------------------------------------- on disk
 
 
 def test_types_and_parts(tmp_path):
-    recorded(tmp_path, step_(samples=5), loader(), every=12)
+    recorded(tmp_path, step_(samples=5), loader(), rows_per_file=12)
     types = {field.name: str(field.type) for field in sw.read_ledger(tmp_path).schema}
     wanted = {"id": "int64", "epoch": "int32", "update": "int64", "loss": "float", "norm": "float", "weight": "float"}
     assert types == wanted
@@ -476,7 +476,7 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped"])
 def test_a_damaged_part_is_named_and_the_other_parts_are_read(tmp_path, how):
-    recorded(tmp_path, step_(samples=5), loader(), every=12)
+    recorded(tmp_path, step_(samples=5), loader(), rows_per_file=12)
     damage(tmp_path / "samples" / "part-000001.parquet", how)
     with pytest.raises(sw.LedgerError, match=r"must be a complete Parquet file; found .*part-000001\.parquet") as error:
         sw.read_ledger(tmp_path)
@@ -487,7 +487,7 @@ def test_a_damaged_part_is_named_and_the_other_parts_are_read(tmp_path, how):
 
 
 def test_a_missing_part_is_reported(tmp_path):
-    recorded(tmp_path, step_(samples=5), loader(), every=12)
+    recorded(tmp_path, step_(samples=5), loader(), rows_per_file=12)
     (tmp_path / "samples" / "part-000001.parquet").unlink()
     with pytest.raises(sw.LedgerError, match=r"numbered without a gap; found no .*part-000001\.parquet"):
         sw.read_ledger(tmp_path)
@@ -575,8 +575,8 @@ def test_an_invalid_column(column, found):
 
 
 def test_invalid_options(tmp_path):
-    with pytest.raises(ValueError, match="every must be a positive number of rows; found 0"):
-        sw.Ledger(tmp_path, every=0)
+    with pytest.raises(ValueError, match="rows_per_file must be a positive whole number; found 0"):
+        sw.Ledger(tmp_path, rows_per_file=0)
     with pytest.raises(
         TypeError, match="columns must be a list of keys, or a dict of names and keys; found the string 'y'"
     ):
@@ -624,12 +624,12 @@ def test_the_folder_of_the_parts_is_not_the_run(tmp_path):
 
 def test_a_directory_in_use(tmp_path):
     recorded(tmp_path, step_(samples=5), loader())
-    with pytest.raises(sw.LedgerError, match=r"a directory without parts; found 1 part in .*or choose another"):
+    with pytest.raises(sw.LedgerError, match=r"a run directory without parts; found 1 part in .*or choose another"):
         recorded(tmp_path, step_(samples=5), loader())
 
 
 def test_no_directory():
-    with pytest.raises(ValueError, match=r"a ledger must have a directory; found none\. Pass it to the ledger"):
+    with pytest.raises(ValueError, match=r"a ledger must have a run directory; found none\. Pass it to the ledger"):
         recorded(None, step_(), loader())
 
 

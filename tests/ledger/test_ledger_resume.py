@@ -180,5 +180,5 @@ def test_fast_dev_run_writes_nothing(tmp_path):
 
 
 def test_a_trainer_without_a_directory():
-    with pytest.raises(ValueError, match="a ledger must have a directory"):
+    with pytest.raises(ValueError, match="a ledger must have a run directory"):
         sw.Trainer(trainer(None).step, None, [sw.Ledger()], progress=False).fit(loader(), epochs=1)

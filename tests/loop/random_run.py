@@ -218,7 +218,7 @@ def main(directory, seed):
     }
     callbacks = [made[name]() for name in chosen["callbacks"]]
     if chosen.get("ledger"):
-        callbacks.append(sw.Ledger(every=20))
+        callbacks.append(sw.Ledger(rows_per_file=20))
     callbacks.append(ModelCheckpoint(every=chosen["checkpoint"]))
     metrics = {"accuracy": accuracy} if chosen["metrics"] else {}
     trainer = sw.Trainer(
