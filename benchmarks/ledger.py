@@ -86,7 +86,7 @@ def line(name: str, make: Callable[[], nn.Module], norms: bool, options: argpars
             extra.append(times[recorded] - times[without])
         extra.append(seconds(lambda _: ledger.flush(), []))
         size = sum(path.stat().st_size for path in Path(directory).rglob("*.parquet"))
-        visits = ledger.samples().num_rows
+        visits = ledger.read().num_rows
     cost, doubt = sum(extra) / sum(plain), statistics.stdev(extra) * len(extra) ** 0.5 / sum(plain)
     own = f"{cost:.1%} ± {doubt:.1%} | {sum(extra) / visits * 1e6:.2f}"
     return f"| {name} | {visits:,} | {sum(plain):.1f} | {own} | {size / 1e6:.1f} |"

@@ -18,8 +18,7 @@ from typing import Any, get_overloads
 import samplewise
 from samplewise import attribution, diagnostics
 from samplewise.attribution import evaluate
-from samplewise.integrations import loggers
-from samplewise.loop import callbacks, events
+from samplewise.loop import callbacks, events, loggers
 from samplewise.privacy.audit import PrivacyAudit
 from samplewise.privacy.meter import Spent
 from samplewise.testing import rules
@@ -35,8 +34,8 @@ SECTIONS = {
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ekfac", "hessian", "trak", "select", "margin", "ProjectedStore"],
-    "Trainer": ["Trainer", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
-    "Ledger": ["Ledger", "Indexed", "samples"],
+    "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
+    "Ledger": ["Ledger", "Indexed", "read_ledger"],
 }
 RESULTS = {
     "Differential privacy": [Spent, PrivacyAudit],
@@ -47,6 +46,7 @@ RETURNED = (
     samplewise.Gradients,
     samplewise.BackwardResult,
     samplewise.Update,
+    samplewise.FitResult,
     *(kind for kinds in RESULTS.values() for kind in kinds),
     evaluate.LDS,
     evaluate.Removal,
@@ -64,7 +64,7 @@ def page() -> str:
     parts += [entry(name, getattr(evaluate, name)) for name in EVALUATE]
     parts += ["## Callbacks", "In `sw.callbacks`."]
     parts += [entry(name, each) for name, each in classes(callbacks)]
-    parts += ["### Events", text(events), "## Loggers", f"In `{loggers.__name__}`. {text(loggers)}"]
+    parts += ["### Events", text(events), "## Loggers", f"In `sw.loggers`. {text(loggers)}"]
     parts += [entry(name, each) for name, each in classes(loggers)]
     parts += ["## Gradient rules", "In `samplewise.testing`.", entry("check_rule", rules.check_rule)]
     parts += ["## Errors and warnings", text(samplewise.errors)]

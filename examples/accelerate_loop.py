@@ -48,6 +48,6 @@ for epoch in range(5):
             optimizer.zero_grad()
             update += accelerator.sync_gradients
 
-found = sw.suspects(ledger.samples()).top(WRONG)  # +
+found = sw.suspects(ledger.read()).top(WRONG)  # +
 print(f"{torch.isin(found, flipped).sum()} of {WRONG} wrong labels are among the {WRONG} most suspicious samples")  # +
 directory.cleanup()

@@ -43,6 +43,6 @@ for epoch in range(5):
         state["update"] += 1
     fabric.save(f"{run}/last.ckpt", state)
 
-found = sw.suspects(ledger.samples()).top(WRONG)  # +
+found = sw.suspects(ledger.read()).top(WRONG)  # +
 print(f"{torch.isin(found, flipped).sum()} of {WRONG} wrong labels are among the {WRONG} most suspicious samples")  # +
 directory.cleanup()

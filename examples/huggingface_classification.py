@@ -75,7 +75,7 @@ def main():
             make_model(), args, train_dataset=sw.Indexed(data), transforms=[sw.clip(3.0)], ledger=sw.Ledger()
         )
         trainer.train()
-        table = sw.samples(output)
+        table = sw.read_ledger(output)
         suspects = sw.suspects(table).top(WRONG).tolist()
     found = sum(sample in wrong for sample in suspects)
     clipped = sum(weight < 1 for weight in table["weight"].to_pylist())

@@ -40,7 +40,7 @@ with tempfile.TemporaryDirectory() as run:
         ledger=sw.Ledger(run),  # ids are the row numbers of x
     )
     history = model.fit(x, y, batch_size=32, epochs=8, verbose=0).history
-    visits = sw.samples(run)
+    visits = sw.read_ledger(run)
     found = sw.suspects(visits)
 
 print(f"accuracy {history['accuracy'][-1]:.3f}, {visits.num_rows} rows in the ledger")

@@ -52,6 +52,6 @@ trainer = L.Trainer(
 data = sw.Indexed(data)  # +
 trainer.fit(Classifier(), DataLoader(data, batch_size=32, shuffle=True))
 
-found = sw.suspects(sw.samples(run)).top(WRONG)  # +
+found = sw.suspects(sw.read_ledger(run)).top(WRONG)  # +
 print(f"{torch.isin(found, flipped).sum()} of {WRONG} wrong labels are among the {WRONG} most suspicious samples")  # +
 directory.cleanup()

@@ -96,7 +96,7 @@ def main():
             ledger=sw.Ledger(),
         )
         trainer.train()
-        table = sw.samples(output)
+        table = sw.read_ledger(output)
         suspects = sw.suspects(table).top(SHUFFLED).tolist()
     found = sum(sample < SHUFFLED for sample in suspects)
     print(f"{table.num_rows} visits of {SENTENCES} sentences, {int(sum(table['count'].to_pylist()))} tokens")

@@ -22,8 +22,8 @@ MODULES = (
     "samplewise.attribution",
     "samplewise.attribution.evaluate",
     "samplewise.diagnostics",
-    "samplewise.integrations.loggers",
     "samplewise.loop.callbacks",
+    "samplewise.loop.loggers",
     "samplewise.parallel",
     "samplewise.testing",
 )

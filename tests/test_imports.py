@@ -90,6 +90,7 @@ from samplewise import *
 assert Step is samplewise.Step and pickle.loads(pickle.dumps(samplewise.Step)) is samplewise.Step
 assert before is samplewise.check is check is sys.modules["samplewise.check"].check
 assert samplewise.callbacks is callbacks is samplewise.loop.callbacks
+assert samplewise.loggers is loggers is samplewise.loop.loggers
 assert samplewise.attribution.trak is trak
 assert samplewise.parallel is parallel and callable(parallel.fsdp) and callable(parallel.join)
 assert sorted(name for name in vars(samplewise.exports) if not name.startswith("_")) == samplewise.__all__

@@ -16,8 +16,7 @@ import reference
 
 import samplewise
 from samplewise.attribution import evaluate
-from samplewise.integrations import loggers
-from samplewise.loop import callbacks, events
+from samplewise.loop import callbacks, events, loggers
 from samplewise.testing import rules
 
 
@@ -52,7 +51,7 @@ def overview(paths: list[str]) -> str:
         "## More",
         "- [Quality of attribution](reference/evaluate.md), in `samplewise.attribution.evaluate`\n"
         "- [Callbacks](reference/callbacks.md), in `sw.callbacks`\n"
-        "- [Loggers](reference/loggers.md), in `samplewise.integrations.loggers`\n"
+        "- [Loggers](reference/loggers.md), in `sw.loggers`\n"
         "- [Gradient rules](reference/testing.md), in `samplewise.testing`\n"
         "- [Errors and warnings](reference/errors.md)",
         "## Events",
@@ -95,7 +94,7 @@ def callbacks_page() -> str:
 
 def loggers_page() -> str:
     entries = [entry(name, each, loggers.__name__) for name, each in reference.classes(loggers)]
-    return "\n\n".join(["# Loggers", f"In `{loggers.__name__}`. {reference.text(loggers)}", *entries]) + "\n"
+    return "\n\n".join(["# Loggers", f"In `sw.loggers`. {reference.text(loggers)}", *entries]) + "\n"
 
 
 def testing_page() -> str:

@@ -41,12 +41,14 @@ from samplewise.errors import SamplewiseError as SamplewiseError
 from samplewise.errors import StoreError as StoreError
 from samplewise.errors import TrainingWarning as TrainingWarning
 from samplewise.errors import TransformError as TransformError
-from samplewise.ledger.files import samples as samples
+from samplewise.ledger.files import read_ledger as read_ledger
 from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
+from samplewise.loop import loggers as loggers
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import already_sharded as already_sharded
+from samplewise.loop.fit_result import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy

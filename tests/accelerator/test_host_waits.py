@@ -509,8 +509,8 @@ def test_the_trainer_and_the_ledger_wait_for_nothing_between_two_log_lines(tmp_p
     between = Between()
     loader = torch.utils.data.DataLoader(Rows(), batch_size=4)
     trainer = sw.Trainer(
-        step, callbacks=[between, sw.Ledger(tmp_path / "run")], device="sim", log_every=10, progress=False
+        step, callbacks=[between, sw.Ledger(tmp_path / "run")], device="sim", log_every="10up", progress=False
     )
     trainer.fit(loader, updates=16)
     assert [places(found) for found in between.found] == [{}]
-    assert sw.samples(tmp_path / "run").num_rows == 64
+    assert sw.read_ledger(tmp_path / "run").num_rows == 64

@@ -17,11 +17,11 @@ def trainer_for(run, device=DEVICE, dropout=0.0, transforms=(), **settings):
     model = network(device, dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = sw.Step(model, optimizer, losses, samples=5, transforms=[sw.clip(0.5), *transforms], **settings)
-    return sw.Trainer(step, run, callbacks=[sw.Ledger(every=10)], device=device, progress=False), model
+    return sw.Trainer(step, run, callbacks=[sw.Ledger(rows_per_file=10)], device=device, progress=False), model
 
 
 def rows(run):
-    return sw.samples(run).sort_by([("id", "ascending"), ("update", "ascending")]).to_pydict()
+    return sw.read_ledger(run).sort_by([("id", "ascending"), ("update", "ascending")]).to_pydict()
 
 
 def test_training_is_the_same_as_on_the_cpu(tmp_path):
@@ -86,7 +86,9 @@ def fused_run(run, device, **fit):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     step = sw.Step(model, optimizer, losses, 5, transforms=[sw.clip(0.5)], scheduler=scheduler, on_nonfinite="skip")
-    trainer = sw.Trainer(step, run, callbacks=[sw.Ledger(every=10)], device=device, log_every=2, progress=False)
+    trainer = sw.Trainer(
+        step, run, callbacks=[sw.Ledger(rows_per_file=10)], device=device, log_every="2up", progress=False
+    )
     trainer.fit(DataLoader(sw.Indexed(TensorDataset(x, Y)), batch_size=6), **fit)
     columns = {name: rows(run)[name] for name in ("id", "update", "weight")}
     return weights(model), columns, vars(step.counters), scheduler.get_last_lr()

@@ -305,7 +305,7 @@ def test_ledger_of_a_plain_loader(recipe, form):
     command("train", name, *options, "--run", "without")
     assert weights("with") == weights("without")
     assert log("with") == log("without")
-    visits = sw.samples("with")
+    visits = sw.read_ledger("with")
     assert sorted(visits["id"].to_pylist()) == sorted([*range(60)] * 2)
     x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
     y = x[:, :3].argmax(1)
@@ -356,16 +356,16 @@ def data():
 
 def test_ledger_of_a_loader_with_ids(recipe):
     assert command("train", recipe(HEALTHY + OWN), "--ledger").exit_code == 0
-    assert sw.samples("runs/recipe")["id"].to_pylist() == [*range(60)]
+    assert sw.read_ledger("runs/recipe")["id"].to_pylist() == [*range(60)]
     keyed = HEALTHY + FORMS["dict"].replace('"y": torch.stack(y)', '"y": torch.stack(y), "id": torch.stack(y) + 100')
     assert command("train", recipe(keyed), "--ledger", "--run", "keyed").exit_code == 0
-    assert set(sw.samples("keyed")["id"].to_pylist()) == {100, 101, 102}
+    assert set(sw.read_ledger("keyed")["id"].to_pylist()) == {100, 101, 102}
 
 
 def test_ledger_of_the_recipe_is_not_doubled(recipe):
     result = command("train", recipe(HEALTHY + OWN + "\n\ndef callbacks():\n    return [sw.Ledger()]\n"), "--ledger")
     assert result.exit_code == 0
-    assert len(sw.samples("runs/recipe")) == 60
+    assert len(sw.read_ledger("runs/recipe")) == 60
 
 
 def test_ledger_of_a_loader_to_which_no_ids_can_be_added(recipe):
@@ -389,7 +389,7 @@ def test_ledger_and_resume(recipe):
     command("train", name, "--ledger", "--updates", 4)
     result = command("train", name, "--ledger", "--epochs", 2, "--resume")
     assert result.exit_code == 0, result.stderr
-    assert sorted(sw.samples("runs/recipe")["id"].to_pylist()) == sorted([*range(60)] * 2)
+    assert sorted(sw.read_ledger("runs/recipe")["id"].to_pylist()) == sorted([*range(60)] * 2)
 
 
 @pytest.mark.slow
@@ -412,6 +412,6 @@ def data():
 """
     result = command("train", recipe(text), "--run", tmp_path / "run", "--epochs", "2", "--ledger", "--clip", "1")
     assert result.exit_code == 0, result.output
-    table = sw.samples(tmp_path / "run")
+    table = sw.read_ledger(tmp_path / "run")
     assert sorted(table["id"].to_pylist()) == sorted(2 * list(range(12)))
     assert sorted(set(table["label"].to_pylist())) == [0, 1, 2]

@@ -130,7 +130,7 @@ def test_as_a_callback():
 def test_a_callback_writes_to_the_log(tmp_path):
     model, x, y = make()
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=6)  # record is empty
-    trainer = sw.Trainer(step, tmp_path, [watched := sw.NoiseScale()], progress=False, device="cpu", log_every=1)
+    trainer = sw.Trainer(step, tmp_path, [watched := sw.NoiseScale()], progress=False, device="cpu", log_every="1up")
     trainer.fit([(x, y)], epochs=1)
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     noise = [line for line in lines if line["kind"] == "noise"]

@@ -320,7 +320,7 @@ def test_suspects_of_a_ledger(tmp_path):
     ledger.listen(step)
     losses = [(update.losses, ledger.add(update))[0] for update in step.over(batches)]
     ledger.flush()
-    found = sw.suspects(sw.samples(tmp_path), by="loss")
+    found = sw.suspects(sw.read_ledger(tmp_path), by="loss")
     assert torch.equal(sw.suspects(tmp_path, by="loss").score, found.score)
     assert found.ids.tolist() == list(range(len(y)))
     torch.testing.assert_close(found.score, losses[0].float().double())  # the second visits are NaN

@@ -44,7 +44,7 @@ def train(directory, how, save_freq="epoch"):
         keras.optimizers.Adam(0.01),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         transforms=[sw.clip(0.5)],
-        ledger=sw.Ledger(directory / "run", every=4),
+        ledger=sw.Ledger(directory / "run", rows_per_file=4),
     )
     backup = keras.callbacks.BackupAndRestore(directory / "backup", save_freq=save_freq, delete_checkpoint=False)
     model.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=[backup, Kill(how)])

@@ -25,7 +25,7 @@ def run(script, directory, ranks=1, code=0, **arguments):
 
 
 def rows(directory):
-    return sw.samples(f"{directory}/run").select(COLUMNS).to_pylist()
+    return sw.read_ledger(f"{directory}/run").select(COLUMNS).to_pylist()
 
 
 def windows(table):

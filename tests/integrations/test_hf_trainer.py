@@ -60,7 +60,7 @@ def test_recording_leaves_training_bit_identical(made, data, accumulate, tmp_pat
     ours = recorded(made(), data(12), tmp_path / "ours", 4, accumulate)
     assert torch.equal(vector(plain.model), vector(ours.model))
     assert not torch.equal(vector(plain.model), vector(made()))
-    assert sorted(sw.samples(tmp_path / "ours")["id"].to_pylist()) == list(range(12))
+    assert sorted(sw.read_ledger(tmp_path / "ours")["id"].to_pylist()) == list(range(12))
 
 
 # --- accumulation ---------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_accumulation_does_not_change_the_update(task, clipped, tmp_path):
     for batch, accumulate in SIZES:
         directory = tmp_path / str(batch)
         ends.append(vector(recorded(made(), data(RAGGED), directory, batch, accumulate, transforms=transforms).model))
-        ledgers.append(sw.samples(directory).sort_by("id"))
+        ledgers.append(sw.read_ledger(directory).sort_by("id"))
     plain = train(made(), data(RAGGED), tmp_path / "plain", 8, 1, Trainer)
     start = vector(made())
     update = ends[0] - start
@@ -128,7 +128,7 @@ def test_the_comparison_of_losses_changes_no_random_numbers_and_no_buffers(tmp_p
 def test_a_clipped_run_equals_one_backward_pass_per_sample(dtype, tolerance, tmp_path):
     data = classes(11)
     trainer = recorded(bert().to(dtype), data, tmp_path, 2, 2, transforms=[sw.clip(0.7)])
-    ledger = sw.samples(tmp_path)
+    ledger = sw.read_ledger(tmp_path)
     by_hand = bert().to(dtype)
     norms = torch.tensor(one_at_a_time(by_hand, windows_of(ledger, data), 0.7))
     total = (vector(by_hand) - vector(bert().to(dtype))).norm()
@@ -143,7 +143,7 @@ def test_a_clipped_run_equals_one_backward_pass_per_sample(dtype, tolerance, tmp
 def test_a_clipped_language_model_counts_tokens(options, tmp_path):
     data = texts(7)
     trainer = recorded(llama(), data, tmp_path, 2, 2, transforms=[sw.clip(3.0)], options=options)
-    ledger = sw.samples(tmp_path)
+    ledger = sw.read_ledger(tmp_path)
     by_hand = llama()
     norms = torch.tensor(one_at_a_time(by_hand, windows_of(ledger, data), 3.0, counted=shifted_tokens))
     total = (vector(by_hand) - vector(llama())).norm()
@@ -170,7 +170,7 @@ def test_sequences_as_long_as_the_batch(tmp_path):
     data = classes(8, length=8)
     trainer = recorded(bert(), data, tmp_path, 8, transforms=[sw.clip(0.7)])
     by_hand = bert()
-    one_at_a_time(by_hand, windows_of(sw.samples(tmp_path), data), 0.7)
+    one_at_a_time(by_hand, windows_of(sw.read_ledger(tmp_path), data), 0.7)
     torch.testing.assert_close(vector(trainer.model), vector(by_hand), rtol=0, atol=1e-6)
 
 
@@ -179,7 +179,7 @@ def test_mixed_precision_is_close(tmp_path):
     narrow = recorded(llama(), texts(8), tmp_path / "narrow", 4, transforms=[sw.clip(2.0)], options={"bf16": True})
     total = (vector(wide.model) - vector(llama())).norm()
     assert 0 < (vector(wide.model) - vector(narrow.model)).norm() <= 0.05 * total
-    norms = [torch.tensor(sw.samples(tmp_path / name)["norm"].to_pylist()) for name in ("wide", "narrow")]
+    norms = [torch.tensor(sw.read_ledger(tmp_path / name)["norm"].to_pylist()) for name in ("wide", "narrow")]
     torch.testing.assert_close(norms[0], norms[1], rtol=0.05, atol=0.05)
 
 
@@ -191,7 +191,7 @@ def test_the_ledger_holds_the_samples_own_losses(tmp_path):
     data = classes(6)
     model = bert()
     recorded(model, data, tmp_path, 4, options={"learning_rate": 0.0, "num_train_epochs": 2})
-    rows = sw.samples(tmp_path).to_pylist()
+    rows = sw.read_ledger(tmp_path).to_pylist()
     assert [(row["epoch"], row["update"]) for row in rows] == [(k // 6, k // 6 * 2 + k % 6 // 4) for k in range(12)]
     for row in rows:
         batch = collated([data[row["id"]]])
@@ -221,7 +221,7 @@ def test_losses_of_an_unknown_criterion_are_nan_unless_they_are_given(tmp_path):
     options = {"compute_loss_func": criterion, "transforms": [sw.clip(1.0)]}
     recorded(bert(), classes(6), tmp_path / "unknown", 3, **options)
     recorded(bert(), classes(6), tmp_path / "known", 3, trainer=Known, **options)
-    unknown, known = (sw.samples(tmp_path / name) for name in ("unknown", "known"))
+    unknown, known = (sw.read_ledger(tmp_path / name) for name in ("unknown", "known"))
     assert torch.tensor(unknown["loss"].to_pylist()).isnan().all()
     assert not torch.tensor(known["loss"].to_pylist()).isnan().any()
     assert unknown["norm"].to_pylist() == known["norm"].to_pylist()
@@ -232,7 +232,7 @@ def test_losses_of_an_unknown_criterion_are_nan_unless_they_are_given(tmp_path):
 def test_label_smoothing_is_in_the_losses(tmp_path):
     data = classes(6)
     recorded(bert(), data, tmp_path, 6, options={"label_smoothing_factor": 0.2})
-    ledger = sw.samples(tmp_path)
+    ledger = sw.read_ledger(tmp_path)
     batch = collated([data[i] for i in ledger["id"].to_pylist()])
     logits = bert()(batch["input_ids"]).logits
     expected = F.cross_entropy(logits, batch["labels"], label_smoothing=0.2, reduction="none")
@@ -245,7 +245,7 @@ def test_ids_and_columns_of_the_dataset(tmp_path):
     ledger = sw.Ledger(tmp_path / "ledger", id="name", columns=["score"])
     trainer = train(bert(), data, tmp_path / "out", 4, ledger=ledger, eval_dataset=data[:2])
     assert trainer.evaluate()["eval_loss"] > 0
-    rows = sw.samples(tmp_path / "ledger").to_pylist()
+    rows = sw.read_ledger(tmp_path / "ledger").to_pylist()
     assert {row["name" if "name" in row else "id"]: row["score"] for row in rows} == {
         f"sample {i}": i / 4 for i in range(6)
     }
@@ -266,7 +266,7 @@ def test_without_a_ledger_ids_are_not_needed_and_not_passed_to_the_model(tmp_pat
 
 def test_a_ledger_without_norms(tmp_path):
     train(bert(), sw.Indexed(classes(4)), tmp_path, ledger=sw.Ledger(norms=False))
-    rows = sw.samples(tmp_path).to_pylist()
+    rows = sw.read_ledger(tmp_path).to_pylist()
     assert all(row["norm"] != row["norm"] and row["loss"] > 0 for row in rows)
 
 
@@ -276,7 +276,7 @@ def test_suspects_and_the_report(tmp_path):
     data = classes(12)
     model = bert(id2label={0: "cat", 1: "dog", 2: "owl"})
     recorded(model, data, tmp_path, 4, options={"num_train_epochs": 2})
-    assert len(sw.suspects(sw.samples(tmp_path)).top(3)) == 3
+    assert len(sw.suspects(sw.read_ledger(tmp_path)).top(3)) == 3
     page = write_report(tmp_path).read_text()
     assert "Ledger of a training loop without a log of samplewise" in page
     assert "yet" not in page.partition("<script")[0]  # nothing is announced that never comes
@@ -286,11 +286,11 @@ def test_suspects_and_the_report(tmp_path):
 def test_a_new_training_in_the_same_directory_replaces_the_ledger(tmp_path):
     for n in (8, 6):
         recorded(bert(), classes(n), tmp_path)
-    assert sw.samples(tmp_path).num_rows == 6
+    assert sw.read_ledger(tmp_path).num_rows == 6
     ledger = sw.Ledger(tmp_path)
-    with pytest.raises(LedgerError, match="a new ledger must have a directory without parts"):
+    with pytest.raises(LedgerError, match="a new ledger must have a run directory without parts"):
         train(bert(), sw.Indexed(classes(6)), tmp_path, ledger=ledger)
-    assert sw.samples(tmp_path).num_rows == 6
+    assert sw.read_ledger(tmp_path).num_rows == 6
 
 
 # --- interruption ---------------------------------------------------------------------------------------------------
@@ -322,12 +322,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(restore, tmp_path):
     whole.train()
     with pytest.raises(KeyboardInterrupt):
         trainer("resumed", [Interrupt(5)]).train()
-    assert sw.samples(tmp_path / "resumed").num_rows == 14  # of four updates
+    assert sw.read_ledger(tmp_path / "resumed").num_rows == 14  # of four updates
     resumed = trainer("resumed", [])
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(vector(whole.model), vector(resumed.model))
-    assert sw.samples(tmp_path / "whole").equals(sw.samples(tmp_path / "resumed"))
-    assert sw.samples(tmp_path / "whole").num_rows == 30
+    assert sw.read_ledger(tmp_path / "whole").equals(sw.read_ledger(tmp_path / "resumed"))
+    assert sw.read_ledger(tmp_path / "whole").num_rows == 30
 
 
 @pytest.mark.slow
@@ -338,9 +338,9 @@ def test_a_new_training_after_a_resumed_one_replaces_its_rows(tmp_path):
         bert(), arguments(tmp_path, **options), train_dataset=sw.Indexed(classes(12)), ledger=sw.Ledger()
     )
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert sw.samples(tmp_path).num_rows == 12
+    assert sw.read_ledger(tmp_path).num_rows == 12
     trainer.train()
-    assert sorted(sw.samples(tmp_path)["id"].to_pylist()) == list(range(12))
+    assert sorted(sw.read_ledger(tmp_path)["id"].to_pylist()) == list(range(12))
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def test_a_search_of_the_batch_size_discards_batches_of_an_update_that_was_not_m
             return super().training_step(model, inputs, *args)
 
     recorded(bert(), classes(12), tmp_path, 4, 2, trainer=Limited, options={"auto_find_batch_size": True})
-    assert sorted(sw.samples(tmp_path)["id"].to_pylist()) == list(range(12))
+    assert sorted(sw.read_ledger(tmp_path)["id"].to_pylist()) == list(range(12))
 
 
 def test_a_search_of_the_batch_size_records_the_last_attempt_only(tmp_path):
@@ -366,7 +366,7 @@ def test_a_search_of_the_batch_size_records_the_last_attempt_only(tmp_path):
             return super().training_step(model, inputs, *args)
 
     recorded(bert(), classes(12), tmp_path, 4, trainer=Limited, options={"auto_find_batch_size": True})
-    ledger = sw.samples(tmp_path)
+    ledger = sw.read_ledger(tmp_path)
     assert sorted(ledger["id"].to_pylist()) == list(range(12))
     assert max(ledger["update"].to_pylist()) == 5
 
@@ -467,6 +467,6 @@ def test_the_trainer_of_sequence_to_sequence_models(tmp_path):
         train_dataset=sw.Indexed(data(6)),
         ledger=sw.Ledger(),
     ).train()
-    rows = {row["id"]: row for row in sw.samples(tmp_path).to_pylist()}
+    rows = {row["id"]: row for row in sw.read_ledger(tmp_path).to_pylist()}
     assert {i: row["count"] for i, row in rows.items()} == {i: 2 + i % 5 for i in range(6)}
     assert all(row["loss"] > 0 and row["norm"] > 0 for row in rows.values())

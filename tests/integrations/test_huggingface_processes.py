@@ -49,7 +49,7 @@ trainer = PerSampleTrainer(
     train_dataset=sw.Indexed(classes(10)),
     eval_dataset=classes(6),
     compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()},
-    ledger=sw.Ledger(every=3),
+    ledger=sw.Ledger(rows_per_file=3),
     transforms=[sw.clip(0.5)],
     callbacks=[Kill(), Busy()],
 )
@@ -77,8 +77,8 @@ def test_killed_in_the_second_epoch_and_resumed(tmp_path, model):
     code, errors = finished(run(TRAIN, tmp_path / "killed", -1, "resume", model))
     assert code == 0, errors
     assert torch.equal(torch.load(tmp_path / "whole/end.pt"), torch.load(tmp_path / "killed/end.pt"))
-    assert sw.samples(tmp_path / "killed").equals(sw.samples(tmp_path / "whole"))
-    assert sw.samples(tmp_path / "whole").num_rows == 30
+    assert sw.read_ledger(tmp_path / "killed").equals(sw.read_ledger(tmp_path / "whole"))
+    assert sw.read_ledger(tmp_path / "whole").num_rows == 30
 
 
 RANKS = """
@@ -113,7 +113,7 @@ def test_two_ranks_give_the_update_of_one(task, clipped, tmp_path):
         assert code == 0, errors
     first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
     assert (first - second).norm() <= 1e-6 * first.norm()
-    ledgers = [sw.samples(tmp_path / name) for name in ("one", "two")]
+    ledgers = [sw.read_ledger(tmp_path / name) for name in ("one", "two")]
     rows = [{(row["epoch"], row["update"], row["id"]): row for row in ledger.to_pylist()} for ledger in ledgers]
     assert rows[0].keys() == rows[1].keys()
     assert len(rows[0]) == ledgers[1].num_rows == 16

@@ -81,7 +81,7 @@ def test_recording_leaves_training_bit_identical(adapters, tmp_path):
     ours = sft(tmp_path / "ours", batch=2, accumulate=2, adapters=adapter(), ledger=sw.Ledger())
     ours.train()
     assert torch.equal(trained(plain), trained(ours))
-    ledger = sw.samples(tmp_path / "ours")
+    ledger = sw.read_ledger(tmp_path / "ours")
     assert sorted(ledger["id"].to_pylist()) == list(range(len(TEXTS)))
     assert plain.state.log_history[-1]["mean_token_accuracy"] == ours.state.log_history[-1]["mean_token_accuracy"]
     counts = dict(zip(ledger["id"].to_pylist(), ledger["count"].to_pylist(), strict=True))
@@ -100,7 +100,7 @@ def test_clipped_fine_tuning_equals_one_backward_pass_per_sample(adapters, optio
     before = sft(tmp_path / "by hand", adapters=lora() if adapters else None)
     assert (before_fused_head(made.model) is made.model) == (not adapters)
     made.train()
-    rows = {row["id"]: row for row in sw.samples(tmp_path).to_pylist()}
+    rows = {row["id"]: row for row in sw.read_ledger(tmp_path).to_pylist()}
     assert {row["update"] for row in rows.values()} == {0}
     model = before.model
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -145,7 +145,7 @@ def test_prompts_and_completions(tmp_path):
         {"prompt": ["the cat"] * 4, "completion": [" sat", " sat on", " ran big red", " ran"], "key": list("abcd")}
     )
     sft(tmp_path, data=table, ledger=sw.Ledger(id="key")).train()
-    rows = sw.samples(tmp_path).to_pylist()
+    rows = sw.read_ledger(tmp_path).to_pylist()
     assert {row["id"]: row["count"] for row in rows} == {"a": 2, "b": 3, "c": 4, "d": 2}
 
 
@@ -155,13 +155,13 @@ def test_a_table_with_the_plain_trainer(tmp_path):
     ours = train(bert(), sw.Indexed(table), tmp_path / "table", ledger=sw.Ledger())
     plain = train(bert(), sw.Indexed(classes(6)), tmp_path / "list", ledger=sw.Ledger())
     assert torch.equal(vector(ours.model), vector(plain.model))
-    assert sw.samples(tmp_path / "table").equals(sw.samples(tmp_path / "list"))
+    assert sw.read_ledger(tmp_path / "table").equals(sw.read_ledger(tmp_path / "list"))
 
 
 def test_a_table_whose_items_a_function_computes(tmp_path):
     table = Dataset.from_list(classes(6)).with_transform(lambda rows: {k: rows[k] for k in ("input_ids", "labels")})
     train(bert(), sw.Indexed(table), tmp_path, ledger=sw.Ledger(), options={"remove_unused_columns": False})
-    assert sorted(sw.samples(tmp_path)["id"].to_pylist()) == list(range(6))
+    assert sorted(sw.read_ledger(tmp_path)["id"].to_pylist()) == list(range(6))
 
 
 def test_an_indexed_table_that_has_ids(tmp_path):

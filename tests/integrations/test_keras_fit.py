@@ -30,7 +30,7 @@ def _network(**options):
 
 
 def _rows(directory):
-    return sw.samples(directory).to_pydict()
+    return sw.read_ledger(directory).to_pydict()
 
 
 def _same(model, other):
@@ -100,7 +100,7 @@ def test_rows_are_those_of_the_model_before_each_update(tmp_path):
     norms = error * (torch.tensor(x[first]).square().sum(1) + 1).sqrt()
     assert rows["norm"][:4] == pytest.approx(norms.tolist(), rel=1e-5)
     assert rows["weight"][:4] == pytest.approx((0.5 / norms).clamp(max=1).tolist(), rel=1e-5)
-    assert len(sw.suspects(sw.samples(tmp_path)).top(3)) == 3
+    assert len(sw.suspects(sw.read_ledger(tmp_path)).top(3)) == 3
 
 
 def test_labels_as_one_hot_rows_are_recorded(tmp_path):
@@ -470,7 +470,7 @@ def test_a_directory_with_rows_is_refused_before_the_first_update(tmp_path):
     for updates in (2, 0):
         model = PerSample.of(_network())
         model.compile("sgd", LOGITS, ledger=sw.Ledger(tmp_path))
-        context = nullcontext() if updates else pytest.raises(LedgerError, match="must have a directory without parts")
+        context = nullcontext() if updates else pytest.raises(LedgerError, match="a run directory without parts")
         with context:
             model.fit(x, y, batch_size=10, verbose=0)
         assert int(model.optimizer.iterations) == updates
@@ -505,7 +505,7 @@ def test_settings_are_checked_before_training(tmp_path):
         model.compile("sgd", LOGITS, jit_compile=True)
     with pytest.raises(TypeError, match=r"ledger must be an sw\.Ledger; found PosixPath"):
         model.compile("sgd", LOGITS, ledger=tmp_path)
-    with pytest.raises(ValueError, match="the ledger must have a directory"):
+    with pytest.raises(ValueError, match="the ledger must have a run directory of its own"):
         model.compile("sgd", LOGITS, ledger=sw.Ledger())
     with pytest.raises(TypeError, match=r"PerSample\.of needs a keras\.Model; found Linear"):
         PerSample.of(torch.nn.Linear(1, 1))

@@ -18,7 +18,7 @@ layers = keras.layers
 
 
 def _rows(directory):
-    return sw.samples(directory / "run").to_pydict()
+    return sw.read_ledger(directory / "run").to_pydict()
 
 
 def _same(model, other):
@@ -66,7 +66,7 @@ def test_weights_of_another_run_leave_the_ledger_alone(tmp_path):
     second = _small(tmp_path / "second")
     second.load_weights(tmp_path / "first.weights.h5")
     second.fit(x, y, verbose=0)
-    assert len(sw.samples(tmp_path / "second")) == 4
+    assert len(sw.read_ledger(tmp_path / "second")) == 4
 
 
 def test_files_of_weights_are_exchanged_with_plain_models(tmp_path):
@@ -91,5 +91,5 @@ def test_files_of_weights_are_exchanged_with_plain_models(tmp_path):
 def test_a_new_training_in_the_directory_of_another_is_refused(tmp_path):
     x, y = np.ones((4, 3)), np.ones((4, 2))
     _small(tmp_path).fit(x, y, verbose=0)
-    with pytest.raises(sw.LedgerError, match="must have a directory without parts; found 1 part"):
+    with pytest.raises(sw.LedgerError, match="must have a run directory without parts; found 1 part"):
         _small(tmp_path).fit(x, y, verbose=0)

@@ -39,7 +39,7 @@ def test_recording_is_bit_identical_with_dropout(tmp_path, returns, accumulate):
 
     expected = trained("mean")
     assert torch.equal(trained(returns, PerSample(ledger=sw.Ledger(tmp_path))), expected)
-    assert sw.samples(tmp_path).num_rows == 2 * SAMPLES
+    assert sw.read_ledger(tmp_path).num_rows == 2 * SAMPLES
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
@@ -49,7 +49,7 @@ def test_clipping_equals_one_sample_at_a_time(tmp_path, returns, dtype, toleranc
     module = fitted(8, [callback], Module(returns, dtype), dtype=dtype, max_epochs=2)
     expected, norms = one_by_one(windows_of(8, epochs=2), dtype=dtype)
     assert_equal(module, expected, tolerance)
-    table = sw.samples(tmp_path)
+    table = sw.read_ledger(tmp_path)
     found = torch.tensor(table["norm"].to_pylist(), dtype=dtype)
     torch.testing.assert_close(found, norms, rtol=1e-5, atol=1e-5)
     weights = torch.tensor(table["weight"].to_pylist(), dtype=dtype)
@@ -145,7 +145,7 @@ def test_manual_optimization_with_several_updates_in_a_step(tmp_path, scalar):
     windows = [range(3), range(3, 8), range(8, 11), range(11, 16), range(16, 19), range(19, 22)]
     expected, norms = one_by_one(windows)
     assert_equal(module, expected)
-    table = sw.samples(tmp_path)
+    table = sw.read_ledger(tmp_path)
     assert table["id"].to_pylist() == list(range(SAMPLES))
     assert table["update"].to_pylist() == [k for k, window in enumerate(windows) for _ in window]
     torch.testing.assert_close(torch.tensor(table["norm"].to_pylist()).double(), norms, rtol=1e-6, atol=1e-6)
@@ -182,7 +182,7 @@ def test_a_gradient_scaler_skips_an_update_and_its_rows_have_weight_0(tmp_path):
     module = Overflowing("losses", torch.float32)
     fitted(8, [callback], module, dtype=torch.float32, plugins=[plugin])
     assert scaler.get_scale() == 128.0
-    table = sw.samples(tmp_path)
+    table = sw.read_ledger(tmp_path)
     weights = torch.tensor(table["weight"].to_pylist())
     norms = torch.tensor(table["norm"].to_pylist())
     assert table["update"].to_pylist() == [0] * 8 + [1] * 8 + [2] * 6
@@ -197,7 +197,7 @@ def test_a_gradient_scaler_skips_an_update_and_its_rows_have_weight_0(tmp_path):
 
 def test_the_ledger_has_predictions_and_finds_suspects(tmp_path):
     fitted(8, [PerSample(ledger=sw.Ledger())], Module("outputs"), max_epochs=2, default_root_dir=tmp_path)
-    table = sw.samples(tmp_path)
+    table = sw.read_ledger(tmp_path)
     _, y, _ = dataset().tensors
     assert table["label"].to_pylist() == y.tolist() * 2
     assert table["epoch"].to_pylist() == [0] * SAMPLES + [1] * SAMPLES
@@ -221,7 +221,7 @@ def test_dict_batches_and_ids_of_training_step(tmp_path):
 
     data = [{"x": x, "y": y} for x, y, _ in dataset()]
     trainer([PerSample(ledger=sw.Ledger(tmp_path / "own"))]).fit(Named(), DataLoader(data, batch_size=8))
-    assert sw.samples(tmp_path / "own")["id"].to_pylist() == [f"s{each['y']}" for each in data]
+    assert sw.read_ledger(tmp_path / "own")["id"].to_pylist() == [f"s{each['y']}" for each in data]
     callback = PerSample(ledger=sw.Ledger(tmp_path / "missing"))
     with pytest.raises(sw.BatchError, match="the batch must hold 'id'; found a list of 3 entries"):
         trainer([callback]).fit(Module(), DataLoader(dataset(), batch_size=8))
@@ -237,7 +237,7 @@ def test_batches_whose_gradients_are_reset_have_weight_0(tmp_path):
                 optimizer.step(closure=optimizer_closure)
 
     module = fitted(8, [PerSample([sw.clip(BOUND)], sw.Ledger(tmp_path))], Skipping())
-    table = sw.samples(tmp_path)
+    table = sw.read_ledger(tmp_path)
     assert table["id"].to_pylist() == list(range(SAMPLES))
     weights = torch.tensor(table["weight"].to_pylist())
     assert weights[8:16].eq(0).all() and weights[:8].gt(0).all() and weights[16:].gt(0).all()
@@ -254,7 +254,7 @@ def test_a_ledger_without_norms_records_samples_that_interact(tmp_path):
     with_ledger = trained(PerSample(ledger=sw.Ledger(tmp_path, norms=False)))
     assert torch.equal(with_ledger, trained(PerSample()))
     assert torch.equal(with_ledger, trained())
-    table = sw.samples(tmp_path)
+    table = sw.read_ledger(tmp_path)
     assert table["id"].to_pylist() == list(range(SAMPLES))
     assert torch.tensor(table["norm"].to_pylist()).isnan().all()
     assert min(table["loss"].to_pylist()) > 0
@@ -263,10 +263,10 @@ def test_a_ledger_without_norms_records_samples_that_interact(tmp_path):
 def test_a_directory_with_rows_is_refused_before_the_first_update(tmp_path):
     fitted(8, [PerSample(ledger=sw.Ledger(tmp_path))])
     module = Module()
-    with pytest.raises(LedgerError, match="a new ledger must have a directory without parts"):
+    with pytest.raises(LedgerError, match="a new ledger must have a run directory without parts"):
         fitted(8, [PerSample(ledger=sw.Ledger())], module, default_root_dir=tmp_path)
     assert torch.equal(flat(module), flat(network()))
-    assert sw.samples(tmp_path).num_rows == SAMPLES
+    assert sw.read_ledger(tmp_path).num_rows == SAMPLES
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_a_training_step_that_skips_a_batch(tmp_path):
     callback = PerSample([sw.clip(BOUND)], sw.Ledger(tmp_path), exact_accumulation=True)
     module = fitted(4, [callback], Skipping(), accumulate_grad_batches=3)
     assert_equal(module, one_by_one([[*range(4), *range(8, 12)], range(12, 22)])[0])
-    assert sw.samples(tmp_path)["id"].to_pylist() == [*range(4), *range(8, 22)]
+    assert sw.read_ledger(tmp_path)["id"].to_pylist() == [*range(4), *range(8, 22)]
 
 
 # --- the module is left as it was ------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_methods_are_restored_after_fit_and_after_an_exception(tmp_path):
     with pytest.raises(RuntimeError, match="stop here"):
         fitted(8, [PerSample(ledger=sw.Ledger(tmp_path))], module)
     assert "training_step" not in vars(module) and "backward" not in vars(module)
-    assert sw.samples(tmp_path).num_rows == 16  # of the updates before
+    assert sw.read_ledger(tmp_path).num_rows == 16  # of the updates before
 
 
 @pytest.mark.slow

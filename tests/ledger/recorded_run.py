@@ -45,7 +45,7 @@ def trainer(directory, callbacks=(), every="3up", **options):
         recheck=False,
         **options,
     )
-    callbacks = [sw.Ledger(every=20), *callbacks, ModelCheckpoint(every=every)]
+    callbacks = [sw.Ledger(rows_per_file=20), *callbacks, ModelCheckpoint(every=every)]
     return sw.Trainer(step, directory, callbacks, progress=False, seed=3, device="cpu")
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.report.run_log import RunLog
 
 N = 22
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
@@ -47,7 +46,7 @@ def recorded(path, step, batches, epochs=2, **options):
     for _ in range(epochs):
         for update in step.over(batches):
             ledger.add(update)
-    return ledger.samples().to_pydict()
+    return ledger.read().to_pydict()
 
 
 def by_hand(samples, coefficient=lambda norm: 1.0, epochs=2):
@@ -120,7 +119,7 @@ def test_weights_of_some_updates_only(tmp_path):
         ledger.add(update)
         weights += update.weights.tolist()
         step.transforms = [sw.clip(0.9)] if number == 1 else []
-    assert ledger.samples().to_pydict()["weight"] == weights
+    assert ledger.read().to_pydict()["weight"] == weights
     assert len(set(weights)) > 2 and weights.count(1.0) >= 12
 
 
@@ -131,7 +130,7 @@ def test_a_weight_for_each_parameter_has_its_own_column(tmp_path):
     for update in step.over(loader()):
         ledger.add(update)
         weights.append(update.weights["0.bias"])
-    found = ledger.samples().to_pydict()
+    found = ledger.read().to_pydict()
     assert found["weight/0.bias"] == torch.cat(weights).tolist()
     assert len([name for name in found if name.startswith("weight/")]) == 4
     assert all(value != value for value in found["weight"])
@@ -176,7 +175,7 @@ def test_counts_are_recorded_if_one_of_them_is_not_1(tmp_path, compile):
 
 def test_counts_of_a_part_in_which_all_are_1_are_read_as_1(tmp_path):
     counts = torch.where(torch.arange(N) < 20, 1.0, 3.0)
-    found = recorded(tmp_path, step_(with_counts(counts), samples=5), loader(), epochs=1, every=5)
+    found = recorded(tmp_path, step_(with_counts(counts), samples=5), loader(), epochs=1, rows_per_file=5)
     assert found["count"] == counts.tolist()
     assert "count" not in pq.read_table(tmp_path / "samples" / "part-000000.parquet").column_names
 
@@ -353,7 +352,7 @@ def test_the_epoch_can_be_passed(tmp_path):
     for epoch, batch in enumerate(loader(11)):
         for update in step(batch):
             ledger.add(update, epoch=epoch)
-    assert ledger.samples()["epoch"].to_pylist() == [0] * 11 + [1] * 11
+    assert ledger.read()["epoch"].to_pylist() == [0] * 11 + [1] * 11
 
 
 def test_norms_false_does_not_compute_norms(tmp_path):
@@ -399,7 +398,7 @@ VALUES = {"whole": LARGE, "float": 0.5, "double": 1e300, "bool": 1, "none": None
 )
 def test_a_column_may_change_its_type(tmp_path, kinds, every):
     step = step_(with_column(*(KINDS[kind] for kind in kinds)))
-    found = recorded(tmp_path, step, loader(), epochs=1, every=every)["c"]
+    found = recorded(tmp_path, step, loader(), epochs=1, rows_per_file=every)["c"]
     expected = [VALUES[kind] for kind, n in zip(kinds, (8, 8, 6), strict=True) for _ in range(n)]
     assert [None if v != v else v for v in found] == expected
 
@@ -432,21 +431,21 @@ def test_ids_of_two_types(tmp_path, every):
     with pytest.raises(
         sw.LedgerError, match=r"the column 'id' must have one type in all batches; found .*int64 .*string"
     ):
-        recorded(tmp_path, step_(of_dicts), with_ids([[1, 2], ["a", "b"]]), epochs=1, every=every)
+        recorded(tmp_path, step_(of_dicts), with_ids([[1, 2], ["a", "b"]]), epochs=1, rows_per_file=every)
 
 
 # ----------------------------------------------------------------------------------------------------------- on disk
 
 
 def test_types_and_parts(tmp_path):
-    recorded(tmp_path, step_(samples=5), loader(), every=12)
-    types = {field.name: str(field.type) for field in sw.samples(tmp_path).schema}
+    recorded(tmp_path, step_(samples=5), loader(), rows_per_file=12)
+    types = {field.name: str(field.type) for field in sw.read_ledger(tmp_path).schema}
     wanted = {"id": "int64", "epoch": "int32", "update": "int64", "loss": "float", "norm": "float", "weight": "float"}
     assert types == wanted
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == [f"part-{k:06d}.parquet" for k in range(len(names))] and len(names) == 4
     assert pq.read_table(tmp_path / "samples").num_rows == 2 * N  # any Parquet reader
-    assert RunLog(tmp_path).samples().num_rows == 2 * N
+    assert sw.read_ledger(tmp_path).num_rows == 2 * N
 
 
 def test_a_million_visits_are_small(tmp_path):
@@ -465,7 +464,7 @@ def test_a_million_visits_are_small(tmp_path):
 
 def test_no_ledger(tmp_path):
     with pytest.raises(sw.LedgerError, match=r"a run must have a ledger, .* found none in .*Train with callbacks="):
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
 
 
 def damage(path, how):
@@ -477,21 +476,21 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped"])
 def test_a_damaged_part_is_named_and_the_other_parts_are_read(tmp_path, how):
-    recorded(tmp_path, step_(samples=5), loader(), every=12)
+    recorded(tmp_path, step_(samples=5), loader(), rows_per_file=12)
     damage(tmp_path / "samples" / "part-000001.parquet", how)
     with pytest.raises(sw.LedgerError, match=r"must be a complete Parquet file; found .*part-000001\.parquet") as error:
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
     assert "\n" not in str(error.value)
     with pytest.warns(sw.LedgerWarning, match=r"part-000001\.parquet, .*The other parts are read\."):
-        rest = sw.samples(tmp_path, damaged="skip")
+        rest = sw.read_ledger(tmp_path, damaged="skip")
     assert 0 < rest.num_rows < 2 * N
 
 
 def test_a_missing_part_is_reported(tmp_path):
-    recorded(tmp_path, step_(samples=5), loader(), every=12)
+    recorded(tmp_path, step_(samples=5), loader(), rows_per_file=12)
     (tmp_path / "samples" / "part-000001.parquet").unlink()
     with pytest.raises(sw.LedgerError, match=r"numbered without a gap; found no .*part-000001\.parquet"):
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
 
 
 def test_another_version_is_reported(tmp_path):
@@ -502,7 +501,7 @@ def test_another_version_is_reported(tmp_path):
     with pytest.raises(
         sw.LedgerError, match=r"samplewise ledger 1; found samplewise ledger 7 in .*the version of samplewise that"
     ):
-        sw.samples(tmp_path)
+        sw.read_ledger(tmp_path)
 
 
 def test_pyarrow_is_missing(monkeypatch, tmp_path):
@@ -576,14 +575,14 @@ def test_an_invalid_column(column, found):
 
 
 def test_invalid_options(tmp_path):
-    with pytest.raises(ValueError, match="every must be a positive number of rows; found 0"):
-        sw.Ledger(tmp_path, every=0)
+    with pytest.raises(ValueError, match="rows_per_file must be a positive whole number; found 0"):
+        sw.Ledger(tmp_path, rows_per_file=0)
     with pytest.raises(
         TypeError, match="columns must be a list of keys, or a dict of names and keys; found the string 'y'"
     ):
         sw.Ledger(tmp_path, columns="y")
     with pytest.raises(ValueError, match="damaged must be 'raise' or 'skip'; found 'warn'"):
-        sw.samples(tmp_path, damaged="warn")
+        sw.read_ledger(tmp_path, damaged="warn")
     for show in (True, ["a text"]):
         with pytest.raises(
             TypeError, match=r"show must be a function of the id, None or False; found (True|\['a text'\])"
@@ -620,17 +619,17 @@ def test_a_column_that_the_batch_lacks(tmp_path):
 def test_the_folder_of_the_parts_is_not_the_run(tmp_path):
     recorded(tmp_path, step_(), loader(), epochs=1)
     with pytest.raises(sw.LedgerError, match=rf"found none in .*samples\. Pass the run directory, {tmp_path}\."):
-        sw.samples(tmp_path / "samples")
+        sw.read_ledger(tmp_path / "samples")
 
 
 def test_a_directory_in_use(tmp_path):
     recorded(tmp_path, step_(samples=5), loader())
-    with pytest.raises(sw.LedgerError, match=r"a directory without parts; found 1 part in .*or choose another"):
+    with pytest.raises(sw.LedgerError, match=r"a run directory without parts; found 1 part in .*or choose another"):
         recorded(tmp_path, step_(samples=5), loader())
 
 
 def test_no_directory():
-    with pytest.raises(ValueError, match=r"a ledger must have a directory; found none\. Pass it to the ledger"):
+    with pytest.raises(ValueError, match=r"a ledger must have a run directory; found none\. Pass it to the ledger"):
         recorded(None, step_(), loader())
 
 
@@ -654,7 +653,7 @@ def test_a_loop_without_a_step_records_the_rows_of_a_step(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             updates += 1
-    found = ledger.samples().to_pydict()
+    found = ledger.read().to_pydict()
     assert list(found) == ["id", "epoch", "update", "loss", "norm", "weight"]
     for name, values in found.items():
         torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]))
@@ -666,7 +665,7 @@ def test_rows_of_a_skipped_update_without_a_step(tmp_path):
     ledger = sw.Ledger(tmp_path, columns={"target": 1})
     stats = sw.backward(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), model)
     ledger.record(stats, batch, update=0, skipped=True)
-    found = ledger.samples().to_pydict()
+    found = ledger.read().to_pydict()
     assert found["weight"] == [0] * 4
     assert found["target"] == batch[1].tolist()
     assert found["epoch"] == [0] * 4
@@ -678,4 +677,4 @@ def test_rows_of_a_skipped_update_without_a_step(tmp_path):
         with pytest.raises(ValueError, match=r"(update|epoch) must be an integer, counted from 0; found"):
             ledger.record(stats, batch, **wrong)
     ledger.record(stats, batch, update=1)
-    assert ledger.samples()["update"].to_pylist() == [0] * 4 + [1] * 4
+    assert ledger.read()["update"].to_pylist() == [0] * 4 + [1] * 4

@@ -40,7 +40,7 @@ def skipped(run):
     """Rows of the readable parts, and the warnings about the others."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        table = sw.samples(run, damaged="skip")
+        table = sw.read_ledger(run, damaged="skip")
     return table.num_rows, [str(warning.message) for warning in caught]
 
 
@@ -48,7 +48,7 @@ def test_a_huge_part_number_is_one_gap(run):
     write_part(run, 99_999_999)
     message = f"{GAP}no {part_path(run, 2)} (and 99,999,996 more after it)."
     with pytest.raises(sw.LedgerError) as error:
-        sw.samples(run)
+        sw.read_ledger(run)
     assert str(error.value) == f"{message} Skip it with damaged='skip'."
     assert skipped(run) == (3 * ROWS, [f"{message} {SKIPPED}"])
 
@@ -84,7 +84,7 @@ def test_gaps_are_reported_separately(run):
 def test_one_missing_part_is_named(run):
     write_part(run, 3)
     with pytest.raises(sw.LedgerError, match=f"^{GAP}no {part_path(run, 2)}\\. Skip it with damaged='skip'\\.$"):
-        sw.samples(run)
+        sw.read_ledger(run)
 
 
 def test_a_huge_number_of_ranks_is_one_gap(run):
@@ -106,7 +106,7 @@ def test_one_part_of_two_numbers_of_ranks_is_refused(run):
         write_part(run, 1, rank, 2)
     message = f"{GAP}part 1 in {run / 'samples'} twice, written by 2 ranks and by 1."
     with pytest.raises(sw.LedgerError) as error:
-        sw.samples(run)
+        sw.read_ledger(run)
     assert str(error.value) == f"{message} Skip it with damaged='skip'."
     assert skipped(run) == (ROWS, [f"{message} {SKIPPED}"])
 
@@ -155,7 +155,7 @@ def test_directories_and_pipes_named_like_a_part(run, make):
         f"a part of a ledger must be a complete Parquet file; found {part_path(run, 2)}, which is not a regular file."
     )
     with pytest.raises(sw.LedgerError, match=f"^{message} Skip it with damaged='skip'.$"):
-        sw.samples(run)
+        sw.read_ledger(run)
     assert skipped(run) == (2 * ROWS, [f"{message} {SKIPPED}"])
     assert count_visits(run) == 2 * ROWS
 
@@ -198,10 +198,10 @@ def test_an_invalid_state_is_refused(run, parts):
 
 def test_resuming_a_run_removes_a_part_with_a_huge_number(tmp_path):
     trainer(tmp_path).fit(loader(), epochs=1)
-    before = sw.samples(tmp_path)
+    before = sw.read_ledger(tmp_path)
     shutil.copy(part_path(tmp_path, 0), part_path(tmp_path, 99_999_999))
     trainer(tmp_path).fit(loader(), epochs=1, resume=True)
-    assert sw.samples(tmp_path).equals(before) and not part_path(tmp_path, 99_999_999).exists()
+    assert sw.read_ledger(tmp_path).equals(before) and not part_path(tmp_path, 99_999_999).exists()
 
 
 class Bomb:

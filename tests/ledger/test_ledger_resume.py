@@ -38,7 +38,7 @@ def explode(trainer):
 def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     trainer(directory).fit(loader(), epochs=EPOCHS)
-    return sw.samples(directory)
+    return sw.read_ledger(directory)
 
 
 def test_every_sample_once_an_epoch(whole):
@@ -50,9 +50,9 @@ def test_every_sample_once_an_epoch(whole):
 @pytest.mark.parametrize("last", [0, 4, 7, 11])
 def test_resumed_after_a_stop(whole, tmp_path, last):
     trainer(tmp_path, [At(last, lambda t: t.stop("enough"))]).fit(loader(), epochs=EPOCHS)
-    assert sw.samples(tmp_path).num_rows < whole.num_rows
+    assert sw.read_ledger(tmp_path).num_rows < whole.num_rows
     trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
-    assert sw.samples(tmp_path).equals(whole)
+    assert sw.read_ledger(tmp_path).equals(whole)
 
 
 @pytest.mark.parametrize("last", [1, 4, 7, 11])
@@ -60,20 +60,20 @@ def test_resumed_after_an_error(whole, tmp_path, last):
     with pytest.raises(RuntimeError, match="boom"):
         trainer(tmp_path, [At(last, explode)]).fit(loader(), epochs=EPOCHS)
     trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
-    assert sw.samples(tmp_path).equals(whole)
+    assert sw.read_ledger(tmp_path).equals(whole)
 
 
 def test_rows_before_an_error_are_written(tmp_path):
     with pytest.raises(RuntimeError, match="boom"):
         trainer(tmp_path, [At(4, explode)]).fit(loader(), epochs=EPOCHS)
-    assert max(sw.samples(tmp_path)["update"].to_pylist()) == 4
+    assert max(sw.read_ledger(tmp_path)["update"].to_pylist()) == 4
 
 
 def test_a_second_fit_of_the_same_trainer_continues(whole, tmp_path):
     first = trainer(tmp_path)
     first.fit(loader(), epochs=2)
     first.fit(loader(), epochs=EPOCHS)
-    assert sw.samples(tmp_path).equals(whole)
+    assert sw.read_ledger(tmp_path).equals(whole)
 
 
 def test_resumed_from_an_older_checkpoint(whole, tmp_path):
@@ -82,7 +82,7 @@ def test_resumed_from_an_older_checkpoint(whole, tmp_path):
     (newest / "state.json").write_bytes(b"broken")
     with pytest.warns(sw.CheckpointWarning):
         trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
-    assert sw.samples(tmp_path).equals(whole)
+    assert sw.read_ledger(tmp_path).equals(whole)
 
 
 def test_resumed_in_the_middle_of_a_window(whole, tmp_path):
@@ -107,7 +107,7 @@ def test_resumed_in_the_middle_of_a_window(whole, tmp_path):
     first.fit(left, epochs=EPOCHS)
     assert first.step._has_pending_samples and first.step.counters.samples == 8  # of 9
     trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
-    assert sw.samples(tmp_path).equals(whole)
+    assert sw.read_ledger(tmp_path).equals(whole)
 
 
 @pytest.mark.parametrize("kills", [[3], pytest.param([2, 5], marks=pytest.mark.slow)], ids=["once", "twice"])
@@ -126,9 +126,9 @@ def test_resumed_after_a_kill(kills, whole, tmp_path):
     process = start()
     errors = process.communicate(timeout=600)[1]
     assert process.returncode == 0, errors.decode()
-    assert sw.samples(tmp_path).to_pydict().keys() == whole.to_pydict().keys()
-    assert sw.samples(tmp_path).select(["id", "epoch", "update"]).equals(whole.select(["id", "epoch", "update"]))
-    assert sw.samples(tmp_path)["loss"].to_pylist() == pytest.approx(whole["loss"].to_pylist(), rel=1e-4)
+    assert sw.read_ledger(tmp_path).to_pydict().keys() == whole.to_pydict().keys()
+    assert sw.read_ledger(tmp_path).select(["id", "epoch", "update"]).equals(whole.select(["id", "epoch", "update"]))
+    assert sw.read_ledger(tmp_path)["loss"].to_pylist() == pytest.approx(whole["loss"].to_pylist(), rel=1e-4)
 
 
 def test_resuming_with_missing_parts(tmp_path):
@@ -143,9 +143,9 @@ def test_resuming_with_missing_parts(tmp_path):
 def test_parts_of_a_run_without_a_checkpoint_are_removed(whole, tmp_path):
     with pytest.raises(RuntimeError, match="boom"):
         trainer(tmp_path, [At(3, explode)], every="9ep").fit(loader(), epochs=EPOCHS)
-    assert sw.samples(tmp_path).num_rows
+    assert sw.read_ledger(tmp_path).num_rows
     trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
-    assert sw.samples(tmp_path).equals(whole)
+    assert sw.read_ledger(tmp_path).equals(whole)
 
 
 def test_a_custom_loop(tmp_path):
@@ -163,13 +163,13 @@ def test_a_custom_loop(tmp_path):
     for update in step.over(batches):
         ledger.add(update)
     ledger.flush()
-    assert sw.samples(tmp_path).num_rows == 100
+    assert sw.read_ledger(tmp_path).num_rows == 100
     step, ledger = hand()
     step.load_state_dict(states[0])
     ledger.load_state_dict(states[1])
     for update in step.over(batches):
         ledger.add(update)
-    rows = ledger.samples().to_pydict()
+    rows = ledger.read().to_pydict()
     assert rows["epoch"] == [0] * 50 + [1] * 50 and rows["id"][:50] == rows["id"][50:]
 
 
@@ -180,5 +180,5 @@ def test_fast_dev_run_writes_nothing(tmp_path):
 
 
 def test_a_trainer_without_a_directory():
-    with pytest.raises(ValueError, match="a ledger must have a directory"):
+    with pytest.raises(ValueError, match="a ledger must have a run directory"):
         sw.Trainer(trainer(None).step, None, [sw.Ledger()], progress=False).fit(loader(), epochs=1)

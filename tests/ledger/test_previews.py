@@ -180,7 +180,7 @@ def test_a_failing_preview_is_a_warning(tmp_path):
     message = r"must be accessible by id to be shown in the report; found KeyError: 'no \d+'\. Pass Ledger\(show="
     with pytest.warns(sw.LedgerWarning, match=message):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=show)
-    assert len(sw.samples(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()
+    assert len(sw.read_ledger(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()
 
 
 def test_other_previews_are_written_if_one_fails(tmp_path):

@@ -109,7 +109,7 @@ def main(directory: Path, kind: str, pause: float, kill: int) -> None:
         run=directory,
         callbacks=[order, *others, ModelCheckpoint(every="2up")],
         metrics={"accuracy": accuracy},
-        log_every=3,
+        log_every="3up",
         progress=False,
         seed=3,
     )

@@ -218,10 +218,12 @@ def main(directory, seed):
     }
     callbacks = [made[name]() for name in chosen["callbacks"]]
     if chosen.get("ledger"):
-        callbacks.append(sw.Ledger(every=20))
+        callbacks.append(sw.Ledger(rows_per_file=20))
     callbacks.append(ModelCheckpoint(every=chosen["checkpoint"]))
     metrics = {"accuracy": accuracy} if chosen["metrics"] else {}
-    trainer = sw.Trainer(step, directory, callbacks, metrics=metrics, log_every=2, progress=False, seed=3, device="cpu")
+    trainer = sw.Trainer(
+        step, directory, callbacks, metrics=metrics, log_every="2up", progress=False, seed=3, device="cpu"
+    )
     validation = DataLoader(Augmented(dtype), batch_size=16) if chosen["validate"] else None
     trainer.fit(loader, validation, resume=True, **({} if chosen["private"] else {"epochs": EPOCHS}))
     torch.save([p.detach() for p in model.parameters()], directory / "parameters.pt")

@@ -18,12 +18,12 @@ def cosine(optimizer):
 @pytest.mark.parametrize("another", [lambda batches: batches, lambda _: loader(shuffle=True)], ids=["same", "new"])
 def test_two_fits_are_one(tmp_path, samples, where, another):
     """In the middle of an epoch, and of a batch, too."""
-    whole = make(tmp_path / "whole", samples=samples, log_every=1)
+    whole = make(tmp_path / "whole", samples=samples, log_every="1up")
     whole.fit(loader(shuffle=True), epochs=3)
     for run in (None, tmp_path / "run"):
-        parts, batches = make(run, samples=samples, log_every=1), loader(shuffle=True)
+        parts, batches = make(run, samples=samples, log_every="1up"), loader(shuffle=True)
         parts.fit(batches, updates=where)
-        assert parts.fit(another(batches), epochs=3) == "3 epochs are done"
+        assert parts.fit(another(batches), epochs=3).reason == "3 epochs are done"
         assert torch.equal(parameters(parts), parameters(whole))
         assert parts.step.counters == whole.step.counters
     lines = [line for line in log(tmp_path / "run") if line["kind"] != "end"]
@@ -34,9 +34,9 @@ def test_a_fit_that_has_nothing_left_to_do(tmp_path):
     trainer = make(tmp_path)
     trainer.fit(loader(), epochs=2)
     before = parameters(trainer)
-    assert trainer.fit(loader(), epochs=2) == "2 epochs are done"
+    assert trainer.fit(loader(), epochs=2).reason == "2 epochs are done"
     again = make(tmp_path)
-    assert again.fit(loader(), epochs=1, resume=True) == "1 epoch is done"
+    assert again.fit(loader(), epochs=1, resume=True).reason == "1 epoch is done"
     assert again.step.counters.updates == 6
     assert torch.equal(parameters(trainer), before) and torch.equal(parameters(again), before)
 
@@ -57,7 +57,7 @@ def test_too_few_samples_for_an_update():
         trainer.fit(loader(), updates=4)
     trainer = make(samples=50)
     trainer.step.tail = "carry"
-    assert trainer.fit(loader(), updates=2) == "2 updates are done"
+    assert trainer.fit(loader(), updates=2).reason == "2 updates are done"
 
 
 def test_validation_without_samples():

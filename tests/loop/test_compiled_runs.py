@@ -16,7 +16,7 @@ def compiled(run, samples=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     step = sw.Step(model, optimizer, loss_fn, samples=samples, scheduler=scheduler, compile=True)
-    return sw.Trainer(step, run, [ModelCheckpoint(every="7up")], progress=False, device="cpu", log_every=5)
+    return sw.Trainer(step, run, [ModelCheckpoint(every="7up")], progress=False, device="cpu", log_every="5up")
 
 
 def ended(trainer, run):

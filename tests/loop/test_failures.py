@@ -41,7 +41,7 @@ def test_a_callback_that_raises_leaves_nothing_open(tmp_path, event):
         def on_error(self, error):
             told.append(type(error))
 
-    trainer = make(tmp_path, [Raising(event), Told()], log_every=1)
+    trainer = make(tmp_path, [Raising(event), Told()], log_every="1up")
     modes = [module.training for module in trainer.model.modules()]
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Boom):
@@ -162,7 +162,7 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
                 written._file = Full(written._file)
 
     with pytest.raises(sw.CheckpointError, match=r"the log file .*log\.jsonl must be writable; found: .*No space"):
-        make(tmp_path, [Filling()], log_every=1).fit(loader(), epochs=3)
+        make(tmp_path, [Filling()], log_every="1up").fit(loader(), epochs=3)
     make(tmp_path).fit(loader(), epochs=3, resume=True)
     assert log(tmp_path)[-1]["reason"] == "3 epochs are done"
 
@@ -190,13 +190,13 @@ class Asked:
 @pytest.mark.parametrize("samples", [None, 20])
 def test_a_signal_anywhere(tmp_path, number, training, call, samples):
     def fit(run, loss, **given):
-        trainer = make(run, loss=loss, samples=samples, log_every=2)
+        trainer = make(run, loss=loss, samples=samples, log_every="2up")
         return trainer, trainer.fit(loader(shuffle=True), validate=loader(batch_size=9), epochs=3, **given)
 
     never = Asked(0)
     whole, _ = fit(tmp_path / "whole", never)
-    _, reason = fit(tmp_path / "run", Asked(call, number, training))
-    assert reason == signal.Signals(number).name
+    _, result = fit(tmp_path / "run", Asked(call, number, training))
+    assert result.signal == signal.Signals(number).name
     second, _ = fit(tmp_path / "run", never, resume=True)
     assert torch.equal(parameters(second), parameters(whole))
     assert log(tmp_path / "run") == log(tmp_path / "whole")
@@ -212,7 +212,7 @@ def test_validation_is_not_gone_through_to_its_end_first(tmp_path):
             return endless()
 
     asked = Asked(3, training=False)
-    assert make(tmp_path, loss=asked).fit(loader(), validate=Endless(), epochs=1) == "SIGTERM"
+    assert make(tmp_path, loss=asked).fit(loader(), validate=Endless(), epochs=1).signal == "SIGTERM"
 
 
 def test_a_window_that_never_ends_is_left_in_its_middle(tmp_path):
@@ -220,7 +220,7 @@ def test_a_window_that_never_ends_is_left_in_its_middle(tmp_path):
         while True:
             yield X, Y
 
-    assert make(tmp_path, loss=Asked(3), samples=10**9).fit(endless(), epochs=1) == "SIGTERM"
+    assert make(tmp_path, loss=Asked(3), samples=10**9).fit(endless(), epochs=1).signal == "SIGTERM"
     second = make(tmp_path, samples=90)
     with pytest.warns(TrainingWarning, match="samples: 90 from now on, the run had 1000000000"):
         second.fit([(X, Y)] * 4, epochs=1, resume=True)
@@ -268,7 +268,7 @@ def test_a_signal_to_the_workers_too(tmp_path, number):
             time.sleep(0.02)
         os.killpg(process.pid, number)
         assert process.wait(timeout=600) == 0, (run / "errors.txt").read_text()
-    assert f'"reason": "{signal.Signals(number).name}"' in (run / "log.jsonl").read_text()
+    assert f'"reason": "stopped by {signal.Signals(number).name}"' in (run / "log.jsonl").read_text()
     for directory in (run, tmp_path / "whole"):
         to_the_end(directory, "plain")
     assert_same(ended(run), ended(tmp_path / "whole"))

@@ -47,7 +47,7 @@ def ended(directory):
     lines = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
     log = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
     releases = directory / "privacy.jsonl"
-    rows = sw.samples(directory).to_pylist() if (directory / "samples").exists() else []
+    rows = sw.read_ledger(directory).to_pylist() if (directory / "samples").exists() else []
     parameters = [p.numpy().tobytes() for p in torch.load(directory / "parameters.pt")]
     released = [json.loads(line) for line in releases.read_text().splitlines()] if releases.exists() else []
     for line in released:

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import samplewise as sw
-from samplewise.integrations.loggers import CSV, MLflow, TensorBoard, WandB
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.loggers import CSV, MLflow, TensorBoard, WandB
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
@@ -29,7 +29,7 @@ def make(run, callbacks, **options):
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
-    return sw.Trainer(step, run, callbacks, progress=False, device="cpu", log_every=1, **options)
+    return sw.Trainer(step, run, callbacks, progress=False, device="cpu", log_every="1up", **options)
 
 
 def fit(run, callbacks, resume=False, **duration):

@@ -41,7 +41,7 @@ def test_a_window_that_was_given_up_costs_the_next_one_nothing(monkeypatch):
 
 
 def test_the_log_tells_where_the_time_went(tmp_path):
-    make(tmp_path, log_every=2).fit(loader(), validate=loader(), epochs=2)
+    make(tmp_path, log_every="2up").fit(loader(), validate=loader(), epochs=2)
     lines = [line for line in log(tmp_path, times=True) if line["kind"] == "train"]
     for line in lines:
         assert list(line["phases"]) == ["data", "forward", "gradients", "optimizer", "rest"]
@@ -126,7 +126,7 @@ def notes(run):
 
 def test_samples_per_second_include_loading(tmp_path, monkeypatch, capsys):
     clock = Clock(monkeypatch, loading=3.0, computing=1.0)
-    make(tmp_path, loss=clock.loss_fn, log_every=2, progress=True).fit(clock.batches(6), updates=6)
+    make(tmp_path, loss=clock.loss_fn, log_every="2up", progress=True).fit(clock.batches(6), updates=6)
     assert speeds(tmp_path)[1:] == [(10 / 4.0, 10 / 1.0)] * 2  # in the first line, the recheck computes a batch again
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch 1  update ")]
     assert shown[1].endswith(f"{10 / 4.0:.0f} samples/s") and shown[2].endswith(f"{10 / 4.0:.0f} samples/s")
@@ -134,7 +134,7 @@ def test_samples_per_second_include_loading(tmp_path, monkeypatch, capsys):
 
 def test_samples_per_second_include_callbacks_but_not_validation(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, loading=3.0, computing=1.0)
-    trainer = make(tmp_path, [Slow(clock)], loss=clock.loss_fn, log_every=2)
+    trainer = make(tmp_path, [Slow(clock)], loss=clock.loss_fn, log_every="2up")
     trainer.fit(clock.batches(4), validate=clock.batches(50), epochs=3)
     # The last callback of an epoch is not between two of its updates.
     assert speeds(tmp_path)[1:] == [(20 / 12, 10.0), (20 / 10, 10.0)] * 2 + [(20 / 12, 10.0)]
@@ -142,9 +142,9 @@ def test_samples_per_second_include_callbacks_but_not_validation(tmp_path, monke
 
 def test_samples_per_second_of_a_line_that_a_checkpoint_divides(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, loading=3.0, computing=1.0)
-    make(tmp_path, loss=clock.loss_fn, log_every=4).fit(clock.batches(8), updates=6)
+    make(tmp_path, loss=clock.loss_fn, log_every="4up").fit(clock.batches(8), updates=6)
     clock.now += 1000.0
-    make(tmp_path, loss=clock.loss_fn, log_every=4).fit(clock.batches(8), updates=8, resume=True)
+    make(tmp_path, loss=clock.loss_fn, log_every="4up").fit(clock.batches(8), updates=8, resume=True)
     replayed = 6 * clock.loading  # this loader cannot start inside an epoch
     assert speeds(tmp_path)[-1] == (40 / (4 * 4.0 + replayed), 10.0)
 
@@ -159,7 +159,7 @@ def test_checkpoints_of_earlier_versions_have_no_wall_time():
 
 def test_a_note_if_most_of_the_time_is_spent_waiting_for_the_loader(tmp_path, monkeypatch, capsys):
     clock = Clock(monkeypatch, loading=3.0, computing=1.0)
-    make(tmp_path, loss=clock.loss_fn, log_every=2, progress=True).fit(clock.batches(9), updates=9)
+    make(tmp_path, loss=clock.loss_fn, log_every="2up", progress=True).fit(clock.batches(9), updates=9)
     (note,) = notes(tmp_path)
     # At the first line, after two updates and the recheck: the first batch, in which workers start, is not counted.
     assert note == (
@@ -173,7 +173,7 @@ def test_a_note_if_most_of_the_time_is_spent_waiting_for_the_loader(tmp_path, mo
 @pytest.mark.parametrize(("loading", "computing"), [(0.9, 1.0), (0.2, 0.1)], ids=["less than half", "less than 2 s"])
 def test_no_note_if_loading_takes_little_time(tmp_path, monkeypatch, loading, computing):
     clock = Clock(monkeypatch, loading, computing)
-    make(tmp_path, loss=clock.loss_fn, log_every=2).fit(clock.batches(9), updates=9)
+    make(tmp_path, loss=clock.loss_fn, log_every="2up").fit(clock.batches(9), updates=9)
     assert notes(tmp_path) == []
 
 
@@ -186,7 +186,7 @@ def test_the_note_names_the_workers_of_a_data_loader():
 
 
 def test_norms_of_layers(tmp_path):
-    trainer = make(tmp_path, log_every=2)
+    trainer = make(tmp_path, log_every="2up")
     trainer.fit(loader(), updates=4)
     lines = [line for line in log(tmp_path) if line["kind"] == "layers"]
     assert [line["update"] for line in lines] == [2, 4]
@@ -205,7 +205,7 @@ def test_many_layers_are_put_together():
 
 
 def test_no_gradients_no_line(tmp_path):
-    trainer = make(tmp_path, log_every=1)
+    trainer = make(tmp_path, log_every="1up")
     trainer.fit(loader(), updates=1)
     trainer.step.optimizer.step = lambda: [setattr(p, "grad", None) for p in trainer.model.parameters()]
     trainer.fit(loader(), updates=2)
@@ -213,10 +213,10 @@ def test_no_gradients_no_line(tmp_path):
 
 
 def test_the_log_says_once_why_there_are_no_norms_of_layers(tmp_path):
-    trainer = make(tmp_path, log_every=1)
+    trainer = make(tmp_path, log_every="1up")
     trainer.step.optimizer.step = lambda: [setattr(p, "grad", None) for p in trainer.model.parameters()]
     trainer.fit(loader(), updates=2)
-    resumed = make(tmp_path, log_every=1)
+    resumed = make(tmp_path, log_every="1up")
     resumed.step.optimizer.step = lambda: [setattr(p, "grad", None) for p in resumed.model.parameters()]
     resumed.fit(loader(), updates=4, resume=True)
     (note,) = [line for line in log(tmp_path) if line["kind"] == "note"]
@@ -242,6 +242,6 @@ def test_what_a_run_was_made_with(tmp_path):
 def test_sparse_gradients_have_norms(tmp_path):
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1))
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).squeeze(1))
-    sw.Trainer(step, tmp_path, progress=False, device="cpu", log_every=1).fit([torch.tensor([1, 1, 4])], epochs=1)
+    sw.Trainer(step, tmp_path, progress=False, device="cpu", log_every="1up").fit([torch.tensor([1, 1, 4])], epochs=1)
     (line,) = [line for line in log(tmp_path) if line["kind"] == "layers"]
     assert line["norms"]["0"] == pytest.approx(model[0].weight.grad.to_dense().norm().item())

@@ -382,9 +382,9 @@ def waits(updates, by_hand=False, **options):
 
 
 def test_the_trainer_waits_at_the_log_interval_only():
-    more_updates = waits(60, log_every=100) - waits(20, log_every=100)
+    more_updates = waits(60, log_every="100up") - waits(20, log_every="100up")
     assert more_updates == waits(60, by_hand=True) - waits(20, by_hand=True)
-    assert waits(60, log_every=10) > waits(60, log_every=100)
+    assert waits(60, log_every="10up") > waits(60, log_every="100up")
 
 
 def test_validation_waits_once():

@@ -33,9 +33,9 @@ def test_fit_in_a_callback(event, tmp_path):
     plain = make(tmp_path / "plain")
     plain.fit(loader(), epochs=2)
     nested = make(tmp_path / "nested", [callback(event, refused)])
-    assert nested.fit(loader(), epochs=2) == "2 epochs are done"
+    assert nested.fit(loader(), epochs=2).reason == "2 epochs are done"
     assert torch.equal(parameters(nested), parameters(plain))
-    assert nested.fit(loader(), epochs=3) == "3 epochs are done"
+    assert nested.fit(loader(), epochs=3).reason == "3 epochs are done"
 
 
 def test_fit_in_a_callback_that_does_not_catch_it(tmp_path):
@@ -49,14 +49,14 @@ def test_fit_after_an_error_is_not_nested():
     trainer = make(callbacks=[callback("on_error", refused)])
     with pytest.raises(RuntimeError):
         trainer.fit([(X[:, :5], Y)], epochs=1)
-    assert trainer.fit([(X, Y)], epochs=1) == "1 epoch is done"
+    assert trainer.fit([(X, Y)], epochs=1).reason == "1 epoch is done"
 
 
 def test_another_trainer_of_the_same_step():
     other = make()
     trainer = sw.Trainer(other.step, callbacks=[callback("on_update", lambda _: refused(other))], progress=False)
     trainer.fit(loader(), epochs=1)
-    assert other.fit(loader(), epochs=2) == "2 epochs are done"
+    assert other.fit(loader(), epochs=2).reason == "2 epochs are done"
 
 
 def test_another_trainer_of_another_step():
@@ -71,7 +71,7 @@ def test_fit_in_a_loss_function():
         return loss_fn(model, batch)
 
     trainer = make(loss=loss)
-    assert trainer.fit(loader(), epochs=1) == "1 epoch is done"
+    assert trainer.fit(loader(), epochs=1).reason == "1 epoch is done"
 
 
 def test_fit_in_a_loader():
@@ -80,7 +80,7 @@ def test_fit_in_a_loader():
         yield X, Y
 
     trainer = make()
-    assert trainer.fit(batches(), epochs=1) == "1 epoch is done"
+    assert trainer.fit(batches(), epochs=1).reason == "1 epoch is done"
 
 
 def test_fit_in_another_thread():
@@ -89,7 +89,7 @@ def test_fit_in_another_thread():
         thread.start()
         thread.join()
 
-    assert make(callbacks=[callback("on_update", in_thread)]).fit(loader(), epochs=1) == "1 epoch is done"
+    assert make(callbacks=[callback("on_update", in_thread)]).fit(loader(), epochs=1).reason == "1 epoch is done"
 
 
 def test_looking_in_a_callback_changes_nothing(tmp_path):

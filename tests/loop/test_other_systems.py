@@ -33,7 +33,7 @@ def test_train_stop_and_resume(tmp_path, bare):
         def on_update(self):
             signal.raise_signal(signal.SIGTERM)
 
-    assert make(tmp_path, [Terminate()]).fit(loader(), epochs=2) == "SIGTERM"
+    assert make(tmp_path, [Terminate()]).fit(loader(), epochs=2).signal == "SIGTERM"
     assert not (tmp_path / "run.lock").exists()
     stopped_and_resumed = make(tmp_path)
     stopped_and_resumed.fit(loader(), epochs=2, resume=True)

@@ -171,7 +171,7 @@ def test_other_data_inside_an_epoch(tmp_path, change):
     assert "until epoch 0 has ended (epochs=1) and change it then, or start a new run directory." in message
     assert torch.equal(parameters(trainer), start) and trainer.step.counters.updates == updates
     assert files(tmp_path) == there
-    assert trainer.fit(before(), epochs=1, resume=True) == "1 epoch is done"  # nothing was lost
+    assert trainer.fit(before(), epochs=1, resume=True).reason == "1 epoch is done"  # nothing was lost
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -196,7 +196,7 @@ def test_other_data_for_a_second_fit(change):
     assert str(refused.value).startswith(INSIDE) and found in str(refused.value)
     assert str(refused.value).endswith("Finish the epoch with its own data first, or make a new Trainer.")
     trainer.fit(before(), epochs=1)
-    assert trainer.fit(after(), epochs=2) == "2 epochs are done"
+    assert trainer.fit(after(), epochs=2).reason == "2 epochs are done"
 
 
 def test_a_data_set_that_grows_between_two_fits():
@@ -276,7 +276,7 @@ def test_a_failed_first_batch_may_be_followed_by_other_data():
     trainer = make()
     with pytest.raises(RuntimeError):
         trainer.fit(DataLoader(TensorDataset(X[:, :5], Y), batch_size=5), epochs=1)
-    assert trainer.fit(loader(), epochs=1) == "1 epoch is done"
+    assert trainer.fit(loader(), epochs=1).reason == "1 epoch is done"
 
 
 def test_other_data_to_evaluate():
@@ -293,7 +293,7 @@ def test_a_checkpoint_that_says_nothing_of_its_data(tmp_path):
         state = read(path)
         del state["trainer"]["data"]
         write(path, state)
-    assert make(tmp_path).fit(loader(), epochs=1, resume=True) == "1 epoch is done"
+    assert make(tmp_path).fit(loader(), epochs=1, resume=True).reason == "1 epoch is done"
 
 
 def test_describe():

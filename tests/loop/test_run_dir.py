@@ -117,7 +117,7 @@ def test_a_model_may_be_saved_before_the_first_fit(tmp_path):
     trainer = make(tmp_path / "runs" / "new")
     saved = sw.load_checkpoint(trainer.save_model("initial"))["model"]
     assert all(torch.equal(saved[name], value) for name, value in trainer.model.state_dict().items())
-    assert trainer.fit(loader(), epochs=1) == "1 epoch is done"
+    assert trainer.fit(loader(), epochs=1).reason == "1 epoch is done"
 
 
 @pytest.mark.parametrize("options", [{"best": 1}, {"every": "2up"}, {}])

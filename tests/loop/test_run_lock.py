@@ -86,7 +86,7 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path):
         (tmp_path / "go").touch()
         assert process.wait(timeout=120) == 0
     assert free(tmp_path)
-    assert make(tmp_path).fit(loader(), epochs=2, resume=True) == "2 epochs are done"
+    assert make(tmp_path).fit(loader(), epochs=2, resume=True).reason == "2 epochs are done"
 
 
 @pytest.mark.parametrize("reaped", [True, False])
@@ -111,7 +111,7 @@ def test_readers_need_no_lock(tmp_path):
     holder = locked_by(tmp_path)
     directory_lock._held.add(holder.token)
     before = (tmp_path / "run.lock").read_bytes()
-    assert len(sw.samples(tmp_path)) == 30
+    assert len(sw.read_ledger(tmp_path)) == 30
     assert write_report(tmp_path).exists()
     assert trainer.evaluate(loader())["loss"] > 0
     assert len(trainer.predict(loader())) == 30
@@ -240,7 +240,7 @@ def test_two_trainers_at_once(tmp_path):
                 make(tmp_path).fit(loader(), epochs=1, resume=True)
             said.append(str(refused.value))
 
-    assert "done" in make(tmp_path, [Second()]).fit(loader(), epochs=1)
+    assert make(tmp_path, [Second()]).fit(loader(), epochs=1).reason == "1 epoch is done"
     assert len(said) == 3 and all(f"in use by this process, process {os.getpid()} on" in message for message in said)
     assert [line["kind"] for line in log(tmp_path)].count("end") == 1
 
@@ -306,7 +306,7 @@ def test_it_is_released_after_a_signal(tmp_path, number):
         def on_update(self):
             os.kill(os.getpid(), number)
 
-    assert make(tmp_path, [Signalled()]).fit(loader(), epochs=1) == number.name
+    assert make(tmp_path, [Signalled()]).fit(loader(), epochs=1).signal == number.name
     assert free(tmp_path)
 
 
@@ -354,7 +354,7 @@ def test_a_lost_lock_ends_the_training_before_a_line_of_the_log(tmp_path, hasty)
                 time.sleep(0.01)
 
     with pytest.raises(CheckpointError, match=LOST):
-        make(tmp_path, [Loses()], log_every=1).fit(loader(), epochs=1)
+        make(tmp_path, [Loses()], log_every="1up").fit(loader(), epochs=1)
     assert {line["update"] for line in log(tmp_path)} == {1}  # written before the lock was lost
 
 

@@ -9,7 +9,7 @@ from small import loader, log, make
 from torch import nn
 
 import samplewise as sw
-from samplewise.integrations.loggers import CSV
+from samplewise.loop.loggers import CSV
 
 
 class Elsewhere:
@@ -37,7 +37,7 @@ def test_a_relative_run_and_another_working_directory(elsewhere):
     trainer.fit(loader(), epochs=2)
     here = elsewhere.parent / "here" / "runs" / "first"
     assert log(here)[-1]["reason"] == "2 epochs are done"
-    assert len(list((here / "checkpoints").iterdir())) == 2 and len(sw.samples(here)) == 60
+    assert len(list((here / "checkpoints").iterdir())) == 2 and len(sw.read_ledger(here)) == 60
     assert list(elsewhere.iterdir()) == []
 
 
@@ -54,7 +54,7 @@ def test_a_working_directory_that_is_removed(elsewhere):
     trainer = make(elsewhere.parent / "here" / "first")
     os.chdir(elsewhere)
     elsewhere.rmdir()
-    assert trainer.fit(loader(), epochs=1) == "1 epoch is done"
+    assert trainer.fit(loader(), epochs=1).reason == "1 epoch is done"
     with pytest.raises(ValueError, match=r"must have a path that can be made absolute; found 'first': .*absolute path"):
         make("first")
 
@@ -92,4 +92,4 @@ def test_other_directories(elsewhere):
     assert list(elsewhere.iterdir()) == []
     here = elsewhere.parent / "here"
     assert {path.name for path in here.iterdir()} == {"visits", "tables", "projections"}
-    assert len(sw.samples(here / "visits")) == 30
+    assert len(sw.read_ledger(here / "visits")) == 30

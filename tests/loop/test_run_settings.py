@@ -141,7 +141,7 @@ def test_a_scheduler_without_a_state(tmp_path):
         def step(self):
             pass
 
-    assert make(scheduler=lambda o: Mine()).fit(loader(), epochs=1) == "1 epoch is done"
+    assert make(scheduler=lambda o: Mine()).fit(loader(), epochs=1).reason == "1 epoch is done"
     message = (
         "^the scheduler must have state_dict and load_state_dict to be saved in a checkpoint; found Mine without them. "
         "Add both methods, or use a Trainer without a run directory.$"

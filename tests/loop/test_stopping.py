@@ -10,7 +10,8 @@ from small import X, Y, loss_fn, make, parameters
 import samplewise as sw
 from samplewise.errors import LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
-from samplewise.loop.stopping import Duration, SingleProcessStop, stop_controller
+from samplewise.loop.durations import Duration
+from samplewise.loop.stopping import SingleProcessStop, stop_controller
 
 
 def controller(deferred=False):
@@ -28,7 +29,7 @@ def test_batches_end_with_an_ordinary_exception():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(LoaderStopped, match="SIGTERM"):
             next(batches)
-    assert stopping.reason == "SIGTERM"
+    assert stopping.stop == ("stopped by SIGTERM", "SIGTERM")
 
 
 def test_deferred_samples_are_not_left_behind():
@@ -56,10 +57,10 @@ def test_an_error_of_the_loader(signaled):
 
 def test_the_first_reason_is_kept():
     stopping = controller()
-    assert not stopping.is_over(Duration(updates=4), epochs=0) and stopping.is_over(Duration(updates=3), epochs=0)
+    assert not stopping.is_over(Duration(4, "up"), epochs=0) and stopping.is_over(Duration(3, "up"), epochs=0)
     stopping.request("first")
     stopping.request("second")
-    assert stopping.reason == "first" and stopping.is_over(Duration(updates=4), epochs=0)
+    assert stopping.stop == ("first", None) and stopping.is_over(Duration(4, "up"), epochs=0)
 
 
 def test_a_loader_of_the_users_may_stop_an_epoch():
@@ -94,9 +95,9 @@ def test_a_loader_of_the_users_may_stop_the_training(where, tmp_path):
 
     batches = [(X[:7], Y[:7]), (X[7:], Y[7:])]
     training, validation = (Stops(), batches) if where == "training" else (batches, Stops())
-    assert make(tmp_path).fit(training, validate=validation, epochs=2) == "stopped by the loader"
+    assert make(tmp_path).fit(training, validate=validation, epochs=2).reason == "stopped by the loader"
     second = make(tmp_path)
-    assert second.fit(batches, validate=batches, epochs=2, resume=True) == "2 epochs are done"
+    assert second.fit(batches, validate=batches, epochs=2, resume=True).reason == "2 epochs are done"
     assert second.step.counters.samples == 60
 
 
@@ -108,7 +109,7 @@ def test_a_request_of_a_callback_ends_after_the_update():
 
     batches = [(X, Y)] * 2
     trainer = make(callbacks=[Stops()])
-    assert trainer.fit(batches, epochs=5) == "enough"
+    assert trainer.fit(batches, epochs=5).reason == "enough"
     other = make()
     other.fit(batches, updates=2)
     assert torch.equal(parameters(trainer), parameters(other))

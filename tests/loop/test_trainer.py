@@ -53,7 +53,7 @@ def log(run):
 
 def test_it_is_the_explicit_loop():
     trainer, other = make(), make()
-    assert trainer.fit(loader(), epochs=3) == "3 epochs are done"
+    assert trainer.fit(loader(), epochs=3).reason == "3 epochs are done"
     for _ in range(3):
         for _ in other.step.over(loader()):
             pass
@@ -61,7 +61,7 @@ def test_it_is_the_explicit_loop():
     assert trainer.step.counters == other.step.counters
 
 
-@pytest.mark.parametrize(("given", "updates"), [(dict(updates=5), 5), (dict(epochs="5up"), 5), (dict(epochs="2ep"), 6)])
+@pytest.mark.parametrize(("given", "updates"), [(dict(updates=5), 5), (dict(epochs=2), 6)])
 def test_durations(given, updates):
     trainer = make()
     trainer.fit(loader(), **given)
@@ -73,7 +73,7 @@ def test_durations(given, updates):
     [
         ({}, "one of epochs= and updates= must be given; found neither"),
         (dict(epochs=1, updates=1), "found both"),
-        (dict(epochs="2 epochs"), "a duration must be written like '2ep' or '500up'; found '2 epochs'"),
+        (dict(epochs="5up"), r"epochs must be a positive whole number; found '5up'\. Pass epochs=10 or updates=500\."),
         (dict(epochs=0), "epochs must be a positive whole number; found 0"),
         (dict(updates=2.5), r"updates must be a positive whole number; found 2\.5"),
     ],
@@ -186,7 +186,7 @@ def test_what_is_no_callback(callback, message):
 
 def test_early_stopping():
     trainer = make(callbacks=[EarlyStopping("loss", patience=2, mode="max")])  # the loss falls
-    assert trainer.fit(loader(), epochs=50) == "loss has not improved for 2 epochs"
+    assert trainer.fit(loader(), epochs=50).reason == "loss has not improved for 2 epochs"
     assert trainer.step.counters.epochs == 3
 
 
@@ -201,8 +201,18 @@ def test_a_metric_that_is_not_there():
         (lambda: EarlyStopping(patience=0), "patience must be a positive number of epochs; found 0"),
         (lambda: EarlyStopping(mode="low"), "mode must be 'min' or 'max'; found 'low'"),
         (lambda: ModelCheckpoint(best=-1), "best must be the number of models to keep, an int of 0 or more; found -1"),
-        (lambda: LRMonitor(every=0), "every must be a positive number of updates; found 0"),
-        (lambda: make(log_every=0), "log_every must be a positive number of updates; found 0"),
+        (
+            lambda: LRMonitor(every="0up"),
+            r"every must be a duration such as '50up' \(updates\) or '1000samples'; found",
+        ),
+        (lambda: make(log_every=50), r"found 50\. Write '50up' or '50samples'\.$"),
+        (lambda: make(log_every="1ep"), r"log_every must be a duration .*; found '1ep'\.$"),
+        (
+            lambda: ModelCheckpoint(every=2),
+            r"'50up' \(updates\) or '1ep' .*; found 2\. Write '2up' or '2ep' or '2samples'",
+        ),
+        (lambda: ModelCheckpoint(every=True), r"found True\.$"),
+        (lambda: ModelCheckpoint(every="2 ep"), r"found '2 ep'\.$"),
     ],
 )
 def test_options_that_make_no_sense(make_it, message):
@@ -243,7 +253,7 @@ class NanNow:
 def test_nan_is_shown_as_nan_and_skipped_updates_are_counted(tmp_path, capsys):
     model = nn.Linear(6, 3)
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), NanNow(), on_nonfinite="skip", recheck=False)
-    trainer = sw.Trainer(step, tmp_path, [LRMonitor(every=1)], log_every=1, device="cpu")
+    trainer = sw.Trainer(step, tmp_path, [LRMonitor(every="1up")], log_every="1up", device="cpu")
     trainer.fit(loader(), validate=[(X * float("nan"), Y)], epochs=1)
     lines = log(tmp_path)
     assert [line["update"] for line in lines if line["kind"] == "lr"] == [1, 2, 3, 4]
@@ -282,14 +292,14 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
 
 
 def test_max_time():
-    assert make(callbacks=[MaxTime(0.0)]).fit(loader(), epochs=9) == "time limit of 0.0 s reached"
+    assert make(callbacks=[MaxTime(0.0)]).fit(loader(), epochs=9).reason == "time limit of 0.0 s reached"
 
 
 # ------------------------------------------------------------- files
 
 
 def test_the_log(tmp_path):
-    trainer = make(tmp_path / "run", [LRMonitor(every=4)], log_every=2)
+    trainer = make(tmp_path / "run", [LRMonitor(every="4up")], log_every="2up")
     trainer.fit(loader(), validate=loader(), epochs=2)
     lines = log(tmp_path / "run")
     kinds = "train layers train epoch validation train layers lr train layers epoch validation end"
@@ -315,11 +325,11 @@ LOADERS = {
 @pytest.mark.parametrize("where", daily([1, 2, 3, 4, 5], [1, 4]))  # inside the first and the second epoch
 def test_resume(tmp_path, where, samples, data):
     """Broken off in the middle of an epoch, at its end, or in the next."""
-    whole = make(tmp_path / "whole", log_every=2, samples=samples)
+    whole = make(tmp_path / "whole", log_every="2up", samples=samples)
     whole.fit(data(), validate=loader(), epochs=6)
-    first = make(tmp_path / "run", [ModelCheckpoint(every="1up")], log_every=2, samples=samples)
+    first = make(tmp_path / "run", [ModelCheckpoint(every="1up")], log_every="2up", samples=samples)
     first.fit(data(), validate=loader(), updates=where)
-    second = make(tmp_path / "run", log_every=2, samples=samples)
+    second = make(tmp_path / "run", log_every="2up", samples=samples)
     second.fit(data(), validate=loader(), epochs=6, resume=True)
     assert torch.equal(parameters(second), parameters(whole))
     assert second.step.counters == whole.step.counters
@@ -361,7 +371,7 @@ def test_the_step_is_left_as_it_is_without_a_directory(tmp_path, monkeypatch):
 
 
 def test_lines_where_there_is_no_terminal(capsys):
-    trainer = make(log_every=2, progress=True)
+    trainer = make(log_every="2up", progress=True)
     trainer.fit(loader(), validate=loader(), epochs=1)
     said = capsys.readouterr().err
     assert "epoch 1  update 2  loss" in said
@@ -380,7 +390,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
     monkeypatch.setattr(programs_module, "trace_backward", slowly)
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)
-    trainer = sw.Trainer(step, progress=progress, device="cpu", log_every=1)
+    trainer = sw.Trainer(step, progress=progress, device="cpu", log_every="1up")
     printed = step._updates.programs.notify
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: it was too slow"):
         trainer.fit(loader(10), epochs=1)
@@ -454,8 +464,8 @@ def test_a_fast_dev_run(tmp_path, monkeypatch, samples, used, given, tail):
 
     trainer = make("run", [seen, ModelCheckpoint(every="1up", best=1)], samples=samples)
     trainer.step.tail = tail
-    reason = trainer.fit(batches(trained), validate=batches(validated), **given, fast_dev_run=True)
-    assert reason == "fast_dev_run is done"
+    result = trainer.fit(batches(trained), validate=batches(validated), **given, fast_dev_run=True)
+    assert result.reason == "fast_dev_run is done"
     assert seen.samples == [used] and len(trained) == -(-used // 7) and len(validated) == 1
     assert (trainer.step.samples, trainer.step.tail) == (samples, tail)
     assert seen.kinds[-3:] == ["epoch", "validation", "end"]
@@ -509,7 +519,7 @@ def test_a_fast_dev_run_leaves_a_run_alone(tmp_path):
 def test_training_after_a_fast_dev_run(tmp_path):
     trainer = make(tmp_path)
     trainer.fit(loader(), epochs=1, fast_dev_run=True)
-    assert trainer.fit(loader(), epochs=2) == "2 epochs are done"  # the rehearsal counts as an epoch
+    assert trainer.fit(loader(), epochs=2).reason == "2 epochs are done"  # the rehearsal counts as an epoch
     assert trainer.step.counters.updates == 4
     assert [line["update"] for line in log(tmp_path) if line["kind"] == "epoch"] == [4]
 

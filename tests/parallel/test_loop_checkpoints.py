@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -84,6 +85,36 @@ def as_it_was(run):
 
 def test_what_is_saved_is_the_state_of_its_moment(two, tmp_path):
     assert two.run(as_it_was, tmp_path / "run") == [True, True]
+
+
+def every_ten_samples(run, samples):
+    """Numbers of samples at the updates after which a checkpoint is saved."""
+    seen, saved = [0], []
+
+    class Notes:
+        def on_update(self, update):
+            seen.append(seen[-1] + update.samples)
+
+        def state_dict(self):
+            saved.append(seen[-1])
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    trainer(run, [Notes(), ModelCheckpoint(every="10samples")], samples=samples, log_every="10samples").fit(
+        loader(), epochs=2
+    )
+    return seen, saved[1:]  # the first one is a check
+
+
+@pytest.mark.parametrize("samples", [6, None])
+def test_intervals_in_samples_are_those_of_all_ranks(two, tmp_path, samples):
+    (seen, saved), other = two.run(every_ten_samples, tmp_path / "run", samples)
+    assert (seen, saved) == other and seen[-1] == 46
+    ends = [now for before, now in pairwise(seen) if now // 10 > before // 10]
+    assert saved == [*ends, 46]  # the last one at the end of fit
+    lines = [line["samples"] for line in log(tmp_path / "run") if line["kind"] == "train"]
+    assert lines == sorted({*ends, 23, 46})
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
@@ -254,7 +285,7 @@ def carrying(run, ends, transforms="plain", every="1ep", **options):
         callbacks = [ModelCheckpoint(every=every)]
         made = trainer(run, callbacks, transforms=CHAINS[transforms], dropout=0.3, **options)
         made.step.tail = "carry"
-        reason = made.fit(loader(), epochs=end, resume=True)
+        reason = made.fit(loader(), epochs=end, resume=True).reason
     return parameters(made), reason, made.step.counters
 
 
@@ -386,7 +417,7 @@ def test_other_settings_are_named_by_the_first_rank(two, tmp_path):
 
 def stopping(run):
     made = trainer(run, [EarlyStopping(patience=1, min_delta=100.0)])
-    return made.fit(loader(), epochs=9, resume=True), made.step.counters.epochs
+    return made.fit(loader(), epochs=9, resume=True).reason, made.step.counters.epochs
 
 
 def test_a_stopped_run_stays_stopped(two, tmp_path):

@@ -30,14 +30,14 @@ def recorded(run, until, samples=6, every=20):
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = sw.Step(model, optimizer, loss_fn, samples, transforms=[sw.clip(0.5)], parallel="ddp")
-    callbacks = [sw.Ledger(every=every), ModelCheckpoint(every="3up")]
+    callbacks = [sw.Ledger(rows_per_file=every), ModelCheckpoint(every="3up")]
     trainer = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1)
     trainer.fit(loader, updates=until, resume=True)
 
 
 def table(run):
     """By update, and within one by sample."""
-    rows = sw.samples(run).select(COLUMNS).to_pylist()
+    rows = sw.read_ledger(run).select(COLUMNS).to_pylist()
     assert [row["update"] for row in rows] == sorted(row["update"] for row in rows)
     return sorted(rows, key=lambda row: (row["update"], row["id"]))
 
@@ -69,9 +69,9 @@ def test_each_rank_writes_what_it_has_seen(two, alone, tmp_path):
     gone = tmp_path / "run" / "samples" / names[1]
     gone.unlink()
     with pytest.raises(LedgerError, match=re.escape(f"must be numbered without a gap; found no {gone}.")):
-        sw.samples(tmp_path / "run")
+        sw.read_ledger(tmp_path / "run")
     with pytest.warns(LedgerWarning, match="The other parts are read."):
-        left = sw.samples(tmp_path / "run", damaged="skip")
+        left = sw.read_ledger(tmp_path / "run", damaged="skip")
     assert 0 < left.num_rows < len(alone)
 
 

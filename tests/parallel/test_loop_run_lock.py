@@ -24,7 +24,7 @@ class Looks:
 
 def fitted(run):
     looks = Looks(run)
-    reason = trainer(run, [looks]).fit(loader(), epochs=1)
+    reason = trainer(run, [looks]).fit(loader(), epochs=1).reason
     current_group().barrier()
     return reason, looks.holders, os.getpid(), (Path(run) / "run.lock").exists()
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samplewise as sw
-from samplewise.integrations.loggers import CSV
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
 from samplewise.loop.checkpoint.storage import read
 from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.loop.events import EVENTS
+from samplewise.loop.loggers import CSV
 from samplewise.parallel.group import current_group
 
 SAMPLES = 23
@@ -100,8 +100,8 @@ def fitted(run, samples=6, **options):
         "largest": Largest(),
         "torchmetrics": torchmetrics.Accuracy(task="multiclass", num_classes=3),
     }
-    made = trainer(run, [CSV()], samples=samples, metrics=metrics, log_every=2, **options)
-    reason = made.fit(loader(), validate=loader(11, batch_size=3), epochs=3)
+    made = trainer(run, [CSV()], samples=samples, metrics=metrics, log_every="2up", **options)
+    reason = made.fit(loader(), validate=loader(11, batch_size=3), epochs=3).reason
     return parameters(made), reason, made.evaluate(loader(7)), made.step.counters
 
 
@@ -204,7 +204,7 @@ def test_a_rank_that_was_given_no_samples(two):
 
 def rehearsed(run, samples):
     made = trainer(run, samples=samples)
-    reason = made.fit(loader(), validate=loader(11), epochs=9, fast_dev_run=True)
+    reason = made.fit(loader(), validate=loader(11), epochs=9, fast_dev_run=True).reason
     return reason, made.step.counters.updates, made.step.counters.samples
 
 
@@ -312,7 +312,7 @@ def going_on(run, until, resume=True, dropout=0.0, parallel="ddp", best=0):
         model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], recheck=False, parallel=parallel
     )
     callbacks = [order, EarlyStopping("loss", patience=9), ModelCheckpoint(every="2up", best=best)]
-    made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every=2)
+    made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every="2up")
     training, validation = (sw.Indexed(data(samples)) for samples in (SAMPLES, 11))
     training, validation = DataLoader(training, batch_size=4, shuffle=True), DataLoader(validation, batch_size=3)
     made.fit(training, validation, updates=until, resume=resume)
@@ -440,11 +440,11 @@ def signaled(trainer):
 
 def stopped(run, how):
     made = trainer(run, [Asks(1, 5, how), ModelCheckpoint(every="100up")])
-    reason = made.fit(loader(), epochs=5)
+    reason = made.fit(loader(), epochs=5).reason
     return reason, made.step.counters.updates, parameters(made)
 
 
-@pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signaled, "SIGTERM")])
+@pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signaled, "stopped by SIGTERM")])
 def test_all_leave_after_the_same_update_and_can_come_back(how, reason, two, tmp_path):
     found = two.run(stopped, tmp_path / "run", how)
     assert [(why, updates) for why, updates, _ in found] == [(reason, 6)] * 2
@@ -478,7 +478,7 @@ def left_in_a_window(run, training=None, validation=None, tail="update"):
     made.step.tail = tail
     training = DataLoader(Killed(SAMPLES, training), batch_size=4, shuffle=True)
     validation = DataLoader(Killed(11, validation), batch_size=4)
-    reason = made.fit(training, validation, epochs=3, resume=True)
+    reason = made.fit(training, validation, epochs=3, resume=True).reason
     return reason, made.step.counters.updates, made.step.counters.samples, parameters(made)
 
 
@@ -488,7 +488,7 @@ def left_in_a_window(run, training=None, validation=None, tail="update"):
 def test_a_rank_whose_loader_was_killed_along_with_it(samples, updates, two, tmp_path):
     """Nobody can end the window: all give it up, save, and come back to its first sample."""
     [(reason, made, used)] = {told[:3] for told in two.run(left_in_a_window, tmp_path / "run", *samples)}
-    assert reason == "SIGTERM" and used == min(6 * made, SAMPLES)
+    assert reason == "stopped by SIGTERM" and used == min(6 * made, SAMPLES)
     assert made == updates or (updates is None and 0 < made < 4)
     resumed, whole = two.run(left_in_a_window, tmp_path / "run"), two.run(left_in_a_window, tmp_path / "whole")
     assert [told[:3] for told in resumed] == [("3 epochs are done", 12, 3 * SAMPLES)] * 2
@@ -522,7 +522,7 @@ def test_a_loader_must_not_stop_one_rank(two):
 def patient(run):
     """A validation loss that does not become better."""
     made = trainer(run, [EarlyStopping("loss", patience=2)], lr=0.0)
-    return made.fit(loader(), validate=loader(11), epochs=9), made.step.counters.epochs
+    return made.fit(loader(), validate=loader(11), epochs=9).reason, made.step.counters.epochs
 
 
 def test_early_stopping_is_decided_alike(two, tmp_path):
@@ -558,9 +558,9 @@ def failing(run, where):
     callbacks = [Fails(where)] if where.startswith("on_") else []
     made = trainer(run, callbacks, metrics={"broken": broken} if where in ("validation", "evaluate") else None)
     if where == "trainer":
-        made = trainer(log_every=1 - current_group().rank)
+        made = trainer(log_every=("1up", "0up")[current_group().rank])
     if where == "arguments":
-        made.fit(loader(), epochs=("1ep", "one")[current_group().rank])
+        made.fit(loader(), epochs=(1, "one")[current_group().rank])
     if where == "evaluate":
         made.evaluate(loader())
     if where == "data":
@@ -579,8 +579,8 @@ def broken(outputs, batch):
 
 
 FAILURES = {
-    "trainer": "ValueError: log_every must be a positive number of updates; found 0",
-    "arguments": "ValueError: a duration must be written like '2ep' or '500up'; found 'one'",
+    "trainer": "ValueError: log_every must be a duration such as '50up' (updates) or '1000samples'; found '0up'",
+    "arguments": "ValueError: epochs must be a positive whole number; found 'one'",
     "data": "OSError: sample 9 cannot be read",
     "validation": "ValueError: a metric fails",
     "evaluate": "ValueError: a metric fails",

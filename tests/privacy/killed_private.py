@@ -52,7 +52,7 @@ def make(lr=0.2, **options):
 
 
 def trainer(step, directory, *callbacks, **options):
-    settings = {"log_every": 2, "progress": False, "seed": 3, **options}
+    settings = {"log_every": "2up", "progress": False, "seed": 3, **options}
     return sw.Trainer(step, directory, [ModelCheckpoint(every="5up"), *callbacks], **settings)
 
 

@@ -246,7 +246,7 @@ def test_an_identical_replay_is_free(tmp_path):
 def resume_with_another_rate(directory):
     model, loader, step = make()
     training = trainer(step, directory, Faster())
-    return model, step, training.fit(loader, resume=True)
+    return model, step, training.fit(loader, resume=True).reason
 
 
 class Faster:
@@ -290,7 +290,7 @@ def test_the_same_trainer_after_a_divergence(tmp_path, resume, duration):
         with pytest.raises(PrivacyError, match="must be repeated exactly"):
             training.fit(loader, resume=True, **duration)
         for _ in range(2):
-            assert training.fit(loader, resume=resume, **duration) == SPENT
+            assert training.fit(loader, resume=resume, **duration).reason == SPENT
     assert step.privacy.spent().updates == UPDATES and step.privacy.left == 0
     assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()][-1]["reason"] == SPENT
 
@@ -298,7 +298,7 @@ def test_the_same_trainer_after_a_divergence(tmp_path, resume, duration):
 def test_a_training_by_epochs_is_resumed_inside_an_epoch(tmp_path):
     interrupted(tmp_path, 12, updates=20)
     _, loader, step = make(updates=20)
-    assert trainer(step, tmp_path).fit(loader, epochs=2, resume=True) == "2 epochs are done"
+    assert trainer(step, tmp_path).fit(loader, epochs=2, resume=True).reason == "2 epochs are done"
     assert step.privacy.spent().updates == 20
     with pytest.raises(PrivacyError, match="at most the 20 updates that are paid for; found 30"):
         trainer(step, tmp_path).fit(loader, epochs=3, resume=True)
@@ -308,7 +308,7 @@ def test_a_training_that_makes_all_its_updates_ends_with_its_epoch(tmp_path):
     """Nothing is cut off at the end: the last epoch is validated."""
     _, loader, step = make(updates=20)
     validation = torch.utils.data.DataLoader(loader.dataset.dataset, 20)
-    assert trainer(step, tmp_path).fit(loader, validation, epochs=2) == "2 epochs are done"
+    assert trainer(step, tmp_path).fit(loader, validation, epochs=2).reason == "2 epochs are done"
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in log].count("validation") == 2
 
@@ -331,7 +331,7 @@ def test_a_lost_key_is_replaced_and_the_updates_are_counted_again(tmp_path):
     interrupted(tmp_path, 9, keep=5)
     (tmp_path / KEY_FILE).unlink()
     _, loader, step = make()
-    assert trainer(step, tmp_path).fit(loader, resume=True) == SPENT
+    assert trainer(step, tmp_path).fit(loader, resume=True).reason == SPENT
     assert len(lines(tmp_path)) == UPDATES  # 10 with the old key, the rest with the new one
     assert len({line["key"] for line in lines(tmp_path)}) == 2
     assert not (tmp_path / KEY_FILE).exists()
@@ -482,7 +482,7 @@ def test_the_number_of_samples_is_in_files_only_if_it_is_public(tmp_path, option
     size = len(options.get("group", range(SIZE)))
     privacy = plan(**{"sample_rate": 0.002, "updates": 6, **options})
     _, loader, step = make_small(privacy, dataset=TensorDataset(*data(size)))
-    training = sw.Trainer(step, tmp_path, [sw.callbacks.ModelCheckpoint(every="1up")], progress=False, log_every=1)
+    training = sw.Trainer(step, tmp_path, [sw.callbacks.ModelCheckpoint(every="1up")], progress=False, log_every="1up")
     training.fit(loader, updates=3)
     found = values_in(tmp_path)
     assert (SIZE in found) == shown
@@ -502,7 +502,7 @@ def test_another_data_set_is_refused_if_its_size_is_secret(tmp_path):
         with pytest.raises(PrivacyError, match="the same dataset; found 39 samples in place of another number"):
             sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
         _, loader, step = make_small(plan(divide_by=9.0, seed=seed))
-        assert "done" in sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
+        assert "done" in sw.Trainer(step, directory, progress=False).fit(loader, resume=True).reason
 
 
 def test_the_size_cannot_be_compared_without_the_key(tmp_path):
@@ -532,7 +532,27 @@ def test_callbacks_that_need_hidden_losses_are_refused_before_an_update(tmp_path
             sw.Trainer(step, tmp_path, [callback], progress=False).fit(loader, validate)
         assert step.privacy.spent().updates == 0
     _, loader, step = make_small()
-    assert "done" in sw.Trainer(step, None, [sw.callbacks.EarlyStopping()], progress=False).fit(loader, validation)
+    training = sw.Trainer(step, None, [sw.callbacks.EarlyStopping()], progress=False)
+    assert "done" in training.fit(loader, validation).reason
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (dict(log_every="9samples"), "log_every"),
+        (dict(callbacks=[sw.callbacks.LRMonitor("9samples")]), "every of LRMonitor"),
+        (dict(callbacks=[sw.callbacks.ModelCheckpoint("9samples")]), "every of ModelCheckpoint"),
+    ],
+    ids=str,
+)
+def test_intervals_in_samples_are_refused_before_an_update(tmp_path, options, name):
+    _, loader, step = make_small()
+    message = (
+        f"^{name} must be a number of updates with privacy=, .* hidden; found '9samples'. Write for example '50up'"
+    )
+    with pytest.raises(PrivacyError, match=message):
+        sw.Trainer(step, tmp_path, progress=False, **options).fit(loader)
+    assert step.privacy.spent().updates == 0
 
 
 def test_draws_in_place_of_validation_data_are_refused_before_an_update(tmp_path):

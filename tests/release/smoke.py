@@ -75,12 +75,11 @@ def ledger() -> None:
     with tempfile.TemporaryDirectory() as run:
         step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: losses_of(m, b[:2]))
         recorder = sw.Ledger(run)
-        recorder.prepare(run)
         recorder.listen(step)
         for update in step.over(torch.utils.data.DataLoader(data, batch_size=3)):
             recorder.add(update, epoch=0)
         recorder.flush()
-        assert sw.samples(run).num_rows == len(x)
+        assert sw.read_ledger(run).num_rows == len(x)
 
 
 def report() -> None:

@@ -224,7 +224,7 @@ def test_not_all_visits_are_in_memory_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_read", reading)
     found = samples.read_samples(read_run(tmp_path))
-    assert len(held) == 40 and max(held) < read_run(tmp_path).samples().nbytes / 4
+    assert len(held) == 40 and max(held) < files.read_ledger(tmp_path).nbytes / 4
     assert found.table["visits"].to_pylist() == [40] * 10_000 and found.table["loss"][0].as_py() == 20.0
 
 

@@ -123,7 +123,7 @@ def update(update: sw.Update) -> None:
 def trainer(run: Path) -> None:
     trainer = sw.Trainer(sw.Step(model, optimizer, losses_of), run, [sw.callbacks.EarlyStopping(), sw.Ledger()])
     assert_type(trainer, sw.Trainer)
-    assert_type(trainer.fit([x], validate=[x], epochs=2), str)
+    assert_type(trainer.fit([x], validate=[x], epochs=2), sw.FitResult)
     assert_type(trainer.evaluate([x]), dict[str, float])
     assert_type(trainer.step, sw.Step)
     assert_type(trainer.device, torch.device)

@@ -18,6 +18,7 @@ from samplewise.core.atomic_io import absolute
 from samplewise.core.text import plural
 from samplewise.ledger.ledger import Ledger
 from samplewise.loop.data.rng import seed_everything
+from samplewise.loop.fit_result import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import launch
 from samplewise.parallel.group import current_group
@@ -46,8 +47,8 @@ def train_recipe(
     if clip is not None and private is None:
         _check_clip(clip, recipe)
         step_options["transforms"] = (clip_transform(clip),)
-    trainer, reason = _fit(recipe, run_path, target, seed, recorder, step_options, fit_options, private)
-    _print_summary(reason, trainer, run)
+    trainer, result = _fit(recipe, run_path, target, seed, recorder, step_options, fit_options, private)
+    _print_summary(result, trainer, run)
 
 
 def _fit(
@@ -59,8 +60,8 @@ def _fit(
     step_options: dict[str, Any],
     fit_options: dict[str, Any],
     private: PrivateOptions | None = None,
-) -> tuple[Trainer, str]:
-    """Train the model of a recipe; returns the trainer and the reason why the training ended."""
+) -> tuple[Trainer, FitResult]:
+    """Train the model of a recipe; returns the trainer and the result of `fit`."""
     model = recipe.model()
     loader, validation = recipe.data()
     with recipe.errors():
@@ -101,18 +102,15 @@ def _check_clip(clip: float, recipe: Recipe) -> None:
         )
 
 
-def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
+def _print_summary(result: FitResult, trainer: Trainer, run: Path) -> None:
     """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
-    interrupted = reason in signal.Signals.__members__
     if current_group().rank == 0:
-        done = trainer.step.counters.updates
-        outcome = f"stopped by {reason}" if interrupted else reason
-        typer.echo(f"{outcome}: {plural(done, 'update')} in all")
+        typer.echo(f"{result.reason}: {plural(result.updates, 'update')} in all")
         if trainer.step.privacy is not None:
             typer.echo(f"spent        {trainer.step.privacy.spent()}")
         typer.echo(f"log          {run / 'log.jsonl'}")
         typer.echo(f"checkpoints  {run / 'checkpoints'}")
-        if interrupted:
+        if result.signal is not None:
             typer.echo("continue     with --resume")
-    if interrupted:
-        raise typer.Exit(128 + signal.Signals[reason])
+    if result.signal is not None:
+        raise typer.Exit(128 + signal.Signals[result.signal])

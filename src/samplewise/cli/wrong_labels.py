@@ -35,11 +35,11 @@ def find_wrong_labels() -> None:
     run = unused_directory(Path("runs"), "demo")
     step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=1e-3), nn.CrossEntropyLoss(), samples=BATCH)
     noise = sw.NoiseScale()
-    trainer = sw.Trainer(step, run, [sw.Ledger(), noise], metrics={"accuracy": accuracy}, log_every=10)
+    trainer = sw.Trainer(step, run, [sw.Ledger(), noise], metrics={"accuracy": accuracy}, log_every="10up")
     loader = DataLoader(sw.Indexed(TensorDataset(x, y)), batch_size=BATCH, shuffle=True)
     trainer.fit(loader, validate=DataLoader(TensorDataset(*validation), batch_size=256), epochs=EPOCHS)
 
-    visits = sw.samples(run)
+    visits = sw.read_ledger(run)
     show_ledger(visits)
     suspects = sw.suspects(visits)
     show_suspects(suspects, y, wrong)

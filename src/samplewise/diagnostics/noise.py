@@ -150,7 +150,7 @@ class NoiseScale:
         norms = current_group().all_gather_rows(update.norms * weights.abs())
         mean_norm = update.grad_norm * float(update._sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
         estimate = self.add(norms, mean_norm)
-        if trainer is not None and trainer.step.counters.updates % trainer.log_every == 0:
+        if trainer is not None and trainer.log_every.ends_with(update, trainer.step):
             numbers = {"scale": estimate.scale, "trace": estimate.trace, "signal": estimate.signal}
             batch = trainer.step.samples or update.samples  # the last batch of an epoch may be smaller
             trainer.write("noise", update=trainer.step.counters.updates, batch=batch, **numbers)

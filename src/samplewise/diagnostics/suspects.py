@@ -21,7 +21,7 @@ from samplewise.errors import BatchError
 from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
-from samplewise.ledger.files import load_pyarrow, samples
+from samplewise.ledger.files import load_pyarrow, read_ledger
 from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md
@@ -87,7 +87,7 @@ def suspects(
 ) -> Suspects:
     """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training.
 
-    A ledger is a run directory or a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of
+    A ledger is a run directory or a table of visits: the result of `sw.read_ledger(run)`, a data frame, or a mapping of
     columns. A table has one row per visit, the column id and some of loss, norm, margin (the label's logit minus the
     largest other) and el2n. The score of a sample is the mean over its visits with a finite value; for the margin this
     is the AUM.
@@ -107,7 +107,7 @@ def suspects(
     keeps one gradient per class in memory. The model is in evaluation mode.
     """
     if isinstance(source, (str, Path)):
-        source = samples(source)
+        source = read_ledger(source)
     if not isinstance(source, nn.Module):
         return _rank_visits(source, by)
     if loss_fn is None or loader is None:
@@ -277,7 +277,7 @@ def _as_pyarrow(table: Any) -> Any:
     except (TypeError, ValueError, OverflowError) as why:
         raise TypeError(
             "suspects needs a model, a loss function and a loader, or a table of visits: a run directory, the result "
-            f"of sw.samples, a data frame, or a mapping of columns; found {type(table).__name__}: {why}"
+            f"of sw.read_ledger, a data frame, or a mapping of columns; found {type(table).__name__}: {why}"
         ) from why
 
 

@@ -33,7 +33,7 @@ def load_pyarrow(user: str = "the ledger needs") -> Any:
         raise ImportError(f"{user} pyarrow: pip install 'samplewise[ledger]'") from None
 
 
-def samples(run: str | Path, damaged: str = "raise") -> Any:
+def read_ledger(run: str | Path, damaged: str = "raise") -> Any:
     """Read the ledger of a run directory as a pyarrow table: one row per sample and visit, in the order of training.
 
         id       int64 or string            loss    float32, as returned by the loss function
@@ -54,7 +54,7 @@ def samples(run: str | Path, damaged: str = "raise") -> Any:
 
 
 def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
-    """Yield the ledger of a run directory part by part, as pyarrow tables with the columns of `samples`."""
+    """Yield the ledger of a run directory part by part, as pyarrow tables with the columns of `read_ledger`."""
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
     if not list_parts(Path(run)):

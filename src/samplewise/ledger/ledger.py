@@ -25,7 +25,7 @@ from samplewise.ledger.files import (
     list_parts,
     load_pyarrow,
     parts,
-    samples,
+    read_ledger,
     unify_schemas,
 )
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
@@ -40,7 +40,7 @@ CONVERT_EVERY = 512  # updates converted to rows at a time
 class Ledger:
     """Callback that records each sample at each visit: id, epoch, update, loss, gradient norm, weight, and the columns
     that the loss function returns beside the losses. With nn.CrossEntropyLoss and one class index per sample, these are
-    label, prediction and margin. Read it with `sw.samples(run)` or any Parquet reader.
+    label, prediction and margin. Read it with `sw.read_ledger(run)` or any Parquet reader.
 
         trainer = sw.Trainer(step, "runs/first", callbacks=[sw.Ledger()])
 
@@ -53,12 +53,12 @@ class Ledger:
         stats = sw.backward(...)             # or in a loop without sw.Step
         ledger.record(stats, batch, update=update, epoch=epoch)
 
-    directory: the files are written to its folder "samples"; default: the run directory of the trainer
+    run: run directory; the files are written to its folder "samples". Default: that of the trainer
     id: key of the ids in the batch, a name or the position in a tuple; ids are integers or strings. `sw.Indexed` adds
     the index of each sample under the default key "id"
     columns: other entries of the batch to record: keys, or a dict of column names and keys
     norms: False records NaN instead of gradient norms, which saves their cost unless a transform needs them
-    every: rows per part; with a trainer, a part is also written at every checkpoint
+    rows_per_file: rows of each rank after which a file is written; with a trainer, also at every checkpoint
     show: preview of a sample in the report: a function of the id that returns an image, a text, or a mapping or vector
     of values, alone or in a tuple with a label. None: the item of the dataset inside `sw.Indexed`. False: no previews
     features: names of the values of a vector, for previews; default: the attribute `feature_names` of the dataset
@@ -68,18 +68,18 @@ class Ledger:
 
     def __init__(
         self,
-        directory: str | Path | None = None,
+        run: str | Path | None = None,
         *,
         id: Hashable = "id",
         columns: Iterable[Hashable] | Mapping[str, Hashable] = (),
         norms: bool = True,
-        every: int = 100_000,
+        rows_per_file: int = 100_000,
         show: Callable[[Any], Any] | Literal[False] | None = None,
         features: Iterable[str] | None = None,
         classes: Iterable[str] | None = None,
     ):
-        if type(every) is not int or every < 1:
-            raise ValueError(f"every must be a positive number of rows; found {every!r}.")
+        if type(rows_per_file) is not int or rows_per_file < 1:
+            raise ValueError(f"rows_per_file must be a positive whole number; found {rows_per_file!r}.")
         if isinstance(columns, str):
             raise TypeError(
                 f"columns must be a list of keys, or a dict of names and keys; found the string {columns!r}. Pass "
@@ -91,9 +91,9 @@ class Ledger:
                 "show=lambda id: texts[id]."
             )
         load_pyarrow()  # raises now, not after an epoch, if pyarrow is missing
-        self.directory = None if directory is None else absolute(directory)
+        self.run = None if run is None else absolute(run)
         self.norms = norms
-        self.every = every
+        self.rows_per_file = rows_per_file
         self.show = show
         self.names = Names(_given_names("features", features), _given_names("classes", classes))
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
@@ -108,8 +108,8 @@ class Ledger:
 
     def __repr__(self) -> str:
         columns = ", ".join(name if name == key else f"{name}={key!r}" for name, key in self.keys.items())
-        directory = self.directory if self._parts is None else self._parts.run
-        where = "the run directory of the trainer" if directory is None else repr(str(directory))
+        run = self.run if self._parts is None else self._parts.run
+        where = "the run directory of the trainer" if run is None else repr(str(run))
         return f"Ledger({where}, columns {columns}, {self._rows:,} unwritten rows)"
 
     def _discard_rows(self) -> None:
@@ -156,7 +156,9 @@ class Ledger:
         self._added += 1
         if len(self._updates) >= self._convert_after:
             self._convert()
-        if self._rows >= self.every * self._parts.size:  # equal on all ranks: either all write a part, or none does
+        if (
+            self._rows >= self.rows_per_file * self._parts.size
+        ):  # equal on all ranks: either all write a part, or none does
             self.flush()
 
     def record(
@@ -189,11 +191,11 @@ class Ledger:
             self._rows = 0
             self._added = 0
 
-    def samples(self) -> Any:
-        """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.samples`. Every rank must call it."""
+    def read(self) -> Any:
+        """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.read_ledger`. Every rank must call it."""
         self.flush()
         current_group().barrier()
-        return samples(self._run_directory() if self._parts is None else self._parts.run)
+        return read_ledger(self._run_directory() if self._parts is None else self._parts.run)
 
     def _convert(self) -> None:
         """Convert the updates recorded so far to a block of rows. Its copy from the device is read with the next one;
@@ -219,20 +221,20 @@ class Ledger:
             self._schema = unify_schemas(self._schema, table.schema)
             self._tables.append(table)
 
-    # --- directory -------------------------------------------------------------------------------------------------
+    # --- run directory ---------------------------------------------------------------------------------------------
 
     def _run_directory(self, trainer: Any = None) -> Path:
-        directory = self.directory or getattr(trainer, "run", None)
-        if directory is None:
+        run = self.run or getattr(trainer, "run", None)
+        if run is None:
             raise ValueError(
-                "a ledger must have a directory; found none. Pass it to the ledger, Ledger('runs/mine'), or to the "
+                "a ledger must have a run directory; found none. Pass it to the ledger, Ledger('runs/mine'), or to the "
                 "trainer, Trainer(step, 'runs/mine')."
             )
-        return Path(directory)
+        return Path(run)
 
-    def _open(self, directory: Path, clear: bool) -> None:
+    def _open(self, run: Path, clear: bool) -> None:
         """Continue after the parts of the loaded state. `clear`: without a loaded state, remove existing parts."""
-        self._parts = LedgerWriter(directory, self._loaded_parts, current_group().rank, current_group().size)
+        self._parts = LedgerWriter(run, self._loaded_parts, current_group().rank, current_group().size)
         if current_group().rank == 0:
             self._prepare_files(self._parts, clear)
         current_group().barrier()
@@ -243,9 +245,9 @@ class Ledger:
         if existing and not self._resuming and not clear:
             self._parts = None
             raise LedgerError(
-                f"a new ledger must have a directory without parts; found {plural(existing, 'part')} in "
+                f"a new ledger must have a run directory without parts; found {plural(existing, 'part')} in "
                 f"{parts.run / FOLDER}. Load the state that belongs to them to continue that ledger, or choose "
-                "another directory."
+                "another run directory."
             )
         parts.open()
 
@@ -258,30 +260,30 @@ class Ledger:
         self.listen(step)
         self._use_dataset(getattr(trainer, "loader", None))
         if self._parts is None or self._resuming:
-            self._open(self._run_directory(trainer), clear=self.directory is None)
+            self._open(self._run_directory(trainer), clear=self.run is None)
 
-    def prepare(self, directory: str | Path, loader: Any = None, *, clear: bool = False, dry_run: bool = False) -> None:
+    def _prepare(self, run: str | Path, loader: Any = None, *, clear: bool = False, dry_run: bool = False) -> None:
         """Open the ledger for the loop of another framework, as a trainer does, before the first update.
 
-        directory: run directory, used if the ledger has none of its own
+        run: run directory, used if the ledger has none of its own
         loader: its dataset has the items for previews, and the names of classes and features
         clear: remove the parts of an earlier training from the run directory, unless a state was loaded. Default: they
-        are an error, as always in a directory of the ledger's own
+        are an error, as always in a run directory of the ledger's own
         dry_run: record nothing
         """
         self._dry_run = dry_run
         self._use_dataset(loader)
         if not dry_run and (self._parts is None or self._resuming):
-            self._open(self.directory or absolute(directory), clear=clear and self.directory is None)
+            self._open(self.run or absolute(run), clear=clear and self.run is None)
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """Discard rows that have not been written, and a loaded state: the next training starts a new ledger."""
         self._discard_rows()
         self._parts = None
         self._loaded_parts = 0
         self._resuming = False
 
-    def set_previews(self, item: Callable[[Any], Any] | None, classes: list[str] | None) -> None:
+    def _set_previews(self, item: Callable[[Any], Any] | None, classes: list[str] | None) -> None:
         """Set the function from id to item for previews, and the names of classes, unless the ledger has its own."""
         if self.show is None:
             self._item = item

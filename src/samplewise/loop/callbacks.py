@@ -16,8 +16,8 @@ from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.state import savable
 from samplewise.loop.checkpoint.storage import remove_checkpoint
+from samplewise.loop.durations import interval
 from samplewise.loop.set_lr import SetLR as SetLR
-from samplewise.loop.stopping import duration
 from samplewise.parallel.group import current_group
 
 MOST_LAYERS = 64  # maximum number of layers in a log line
@@ -98,7 +98,7 @@ class EarlyStopping:
 class ModelCheckpoint:
     """Save a checkpoint at a fixed interval and at the end of `fit`, and keep the best models by a metric.
 
-    every: interval between checkpoints, in epochs ("1ep") or updates ("500up").
+    every: interval between checkpoints, in epochs ("1ep"), updates ("500up") or samples ("10000samples").
     best: number of best models to keep, 0 by default.
     monitor: name of the metric that ranks the models.
     mode: "min" if smaller values are better, "max" if larger ones are.
@@ -110,7 +110,7 @@ class ModelCheckpoint:
     def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: str = "min"):
         if type(best) is not int or best < 0:
             raise ValueError(f"best must be the number of models to keep, an int of 0 or more; found {best!r}.")
-        self.every = duration(every)
+        self.every = interval("every", every)
         self.best = best
         self.monitor = monitor
         self.mode = mode
@@ -132,13 +132,12 @@ class ModelCheckpoint:
         self._directory = trainer.run or Path()
 
     def on_update(self, trainer: Any, update: Any) -> None:
-        every = self.every.updates
-        self._save_if(every is not None and (update.index + 1) % every == 0 and not update.skipped, trainer)
+        self._save_if(self.every.ends_with(update, trainer.step), trainer)
 
     def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
         if self.best and not trainer.fast_dev_run:
             self._keep_if_good(trainer, self._sign * _monitored(metrics, self.monitor))
-        self._save_if(self.every.epochs is not None and (epoch + 1) % self.every.epochs == 0, trainer)
+        self._save_if(self.every.ends_with_epoch(epoch), trainer)
 
     def on_fit_end(self, trainer: Any) -> None:
         if savable(trainer.step):  # deferred samples cannot be saved
@@ -173,17 +172,18 @@ class ModelCheckpoint:
 
 
 class LRMonitor:
-    """Write the learning rates of all parameter groups to the log every `every` updates, 50 by default."""
+    """Write the learning rates of all parameter groups to the log at an interval, in lines of kind "lr".
 
-    def __init__(self, every: int = 50):
-        if type(every) is not int or every < 1:
-            raise ValueError(f"every must be a positive number of updates; found {every!r}.")
-        self.every = every
+    every: interval in updates ("50up", the default) or samples ("1000samples")
+    """
+
+    def __init__(self, every: str = "50up"):
+        self.every = interval("every", every, ("up", "samples"))
 
     def on_update(self, trainer: Any, update: Any) -> None:
-        if (update.index + 1) % self.every == 0 and not update.skipped:
+        if self.every.ends_with(update, trainer.step):
             rates = update.lr if isinstance(update.lr, tuple) else (update.lr,)
-            trainer.write("lr", update=update.index + 1, rates=list(rates))
+            trainer.write("lr", update=trainer.step.counters.updates, rates=list(rates))
 
 
 class MaxTime:
@@ -210,7 +210,7 @@ NO_GRADIENTS = (
 
 
 class LayerGradNorms:
-    """Write the gradient norm of each layer to the log every `log_every` updates, in lines of kind "layers".
+    """Write the gradient norm of each layer to the log at the interval `log_every`, in lines of kind "layers".
 
     A Trainer with a run directory adds this callback. Compiled updates leave no `.grad`: then one line of kind "note"
     gives the reason.
@@ -226,9 +226,9 @@ class LayerGradNorms:
         self._noted = state["noted"]
 
     def on_update(self, trainer: Any, update: Any) -> None:
-        done = update.index + 1
-        if done % trainer.log_every or update.skipped:
+        if not trainer.log_every.ends_with(update, trainer.step) or update.skipped:
             return
+        done = update.index + 1
         norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
         if norms:
             values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()

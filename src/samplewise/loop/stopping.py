@@ -1,10 +1,9 @@
-"""End of a training: its duration, stop requests and signals.
+"""End of a training: stop requests and signals.
 
 One process stops between two batches and keeps its open window. Several ranks stop after the same update, because a
 part of a window cannot be used. A signal to the whole process group also kills the workers of a loader: a rank whose
 loader fails because of it announces this, and all ranks go back to the beginning of the window.
 
-    Duration            epochs=10, updates=500, "2ep" or "500up"
     StopController      stop requests and signals; `stop_controller` returns the one for this process group
     SingleProcessStop   stops between two batches
     MultiRankStop       stops all ranks after the same update
@@ -12,75 +11,40 @@ loader fails because of it announces this, and all ranks go back to the beginnin
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from samplewise.core.snapshot import RandomState
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
+from samplewise.loop.durations import Duration
 from samplewise.parallel import collectives
 from samplewise.parallel.group import current_group
 from samplewise.step.step import Step
 
-# --- durations -------------------------------------------------------------------------------------------------------
 
+class StopRequest(NamedTuple):
+    """Request to end a training. `signal`: name of the signal that is its cause."""
 
-@dataclass(frozen=True)
-class Duration:
-    """Number of epochs or of updates; one of the two is set."""
-
-    epochs: int | None = None
-    updates: int | None = None
-
-    def reached(self, epochs: int, updates: int) -> bool:
-        return (self.epochs is not None and epochs >= self.epochs) or (
-            self.updates is not None and updates >= self.updates
-        )
-
-    def done(self) -> str:
-        """Return the reason that `fit` returns when the duration is reached: "3 epochs are done"."""
-        number = self.updates if self.epochs is None else self.epochs
-        what = "update" if self.epochs is None else "epoch"
-        return f"1 {what} is done" if number == 1 else f"{number} {what}s are done"
-
-
-def duration(epochs: int | str | None = None, updates: int | None = None) -> Duration:
-    """Parse a duration. Exactly one of `epochs` (an int, or a str such as "2ep" or "500up") and `updates` is given."""
-    if isinstance(epochs, str):
-        found = re.fullmatch(r"(\d+)(ep|up)", epochs.strip())
-        if found is None or updates is not None:
-            raise ValueError(f"a duration must be written like '2ep' or '500up'; found {epochs!r}.")
-        number, unit = found.groups()
-        return duration(epochs=int(number)) if unit == "ep" else duration(updates=int(number))
-    if (epochs is None) == (updates is None):
-        found_both = "both" if epochs is not None else "neither"
-        raise ValueError(f"exactly one of epochs= and updates= must be given; found {found_both}. Pass epochs=10.")
-    for name, number in (("epochs", epochs), ("updates", updates)):
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{name} must be a positive whole number; found {number!r}.")
-    return Duration(epochs, updates)
-
-
-# --- stop requests and signals ---------------------------------------------------------------------------------------
+    reason: str
+    signal: str | None = None
 
 
 class StopController(ABC):
-    """Stop requests of one call of `fit`. `reason` is None until the training is to stop; it is equal on all ranks."""
+    """Stop requests of one call of `fit`. `stop` is None until the training is to stop; it is equal on all ranks."""
 
     def __init__(self, step: Step) -> None:
-        self.reason: str | None = None
+        self.stop: StopRequest | None = None
         self._step = step
-        self._has_signal = False
+        self._signal: str | None = None  # name of the signal that this process has received
 
     @abstractmethod
-    def request(self, reason: str) -> None:
-        """Request a stop. The first reason is kept."""
+    def request(self, reason: str, signal: str | None = None) -> None:
+        """Request a stop. The first request is kept."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -100,12 +64,12 @@ class StopController(ABC):
 
     def is_over(self, until: Duration, epochs: int) -> bool:
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
-        if self.reason is not None:
+        if self.stop is not None:
             return True
-        updates = self._step._started_updates
-        if until.updates is not None and updates >= until.updates:
-            updates = self._step.counters.updates  # exact; may wait for the device
-        return until.reached(epochs, updates)
+        if until.unit == "ep":
+            return epochs >= until.number
+        # The exact number may wait for the device.
+        return self._step._started_updates >= until.number and self._step.counters.updates >= until.number
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -113,10 +77,10 @@ class StopController(ABC):
         before: dict[int, Any] = {}
 
         def handle(number: int, frame: Any) -> None:
-            if self._has_signal and number == signal.SIGINT:
+            if self._signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.request(signal.Signals(number).name)
-            self._has_signal = True
+            self._signal = signal.Signals(number).name
+            self.request(f"stopped by {self._signal}", self._signal)
             # Without this, torch raises at an arbitrary place, because the signal has killed a worker too.
             if child := getattr(signal, "SIGCHLD", None):
                 before.setdefault(child, signal.signal(child, signal.SIG_DFL))
@@ -128,7 +92,7 @@ class StopController(ABC):
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
-            self._has_signal = False
+            self._signal = None
 
 
 def stop_controller(step: Step) -> StopController:
@@ -142,8 +106,8 @@ class SingleProcessStop(StopController):
     After a signal, the iterator over batches raises LoaderStopped: it ends `Step.over`, or a validation.
     """
 
-    def request(self, reason: str) -> None:
-        self.reason = self.reason or reason
+    def request(self, reason: str, signal: str | None = None) -> None:
+        self.stop = self.stop or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
         pass
@@ -157,18 +121,18 @@ class SingleProcessStop(StopController):
         try:
             yield
         except Exception as error:
-            if not (self._has_signal or isinstance(error, LoaderStopped)):
+            if not (self._signal or isinstance(error, LoaderStopped)):
                 raise
-            self.request("stopped by the loader")  # unless there is a reason already
-            loader.commit(self._step._consumed)  # samples in the open window must not come again
-            raise LoaderStopped(self.reason) from error
+            self.request("stopped by the loader")  # unless there is a request already
+            loader.commit(self._step.consumed)  # samples in the open window must not come again
+            raise LoaderStopped(self.stop) from error
 
     def batches(self, batches: Iterable[Any], loader: ResumableLoader) -> Iterator[Any]:
         with self.watch(loader):
             for batch in batches:
                 yield batch
-                if self._has_signal and not self._step._has_deferred_samples:
-                    raise LoaderStopped(self.reason)
+                if self._signal is not None and not self._step._has_deferred_samples:
+                    raise LoaderStopped(self.stop)
 
     @contextmanager
     def epoch(self, loader: ResumableLoader) -> Iterator[None]:
@@ -192,20 +156,20 @@ class MultiRankStop(StopController):
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
-        self._requested: str | None = None  # reason requested on this rank
+        self._requested: StopRequest | None = None  # of this rank
         self._at_window_start = RandomState()
 
-    def request(self, reason: str) -> None:
-        self._requested = self._requested or reason
+    def request(self, reason: str, signal: str | None = None) -> None:
+        self._requested = self._requested or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
         self._exchange_requests()
         self._at_window_start = RandomState()
 
     def _exchange_requests(self) -> None:
-        if self.reason is None and current_group().all_reduce_scalars(self._requested is not None)[0]:
-            reasons = current_group().all_gather_object(self._requested)
-            self.reason = next(reason for reason in reasons if reason is not None)
+        if self.stop is None and current_group().all_reduce_scalars(self._requested is not None)[0]:
+            requests = current_group().all_gather_object(self._requested)
+            self.stop = next(request for request in requests if request is not None)
 
     @contextmanager
     def watch(self, loader: ResumableLoader) -> Iterator[None]:
@@ -218,10 +182,10 @@ class MultiRankStop(StopController):
                 "found that it did. Call trainer.stop(reason) from a callback."
             ) from error
         except Exception as error:
-            if not self._has_signal or collectives.is_from_another_rank(error):
+            if self._signal is None or collectives.is_from_another_rank(error):
                 raise
             raise LoaderKilled(
-                f"the loader of a rank must work until all ranks stop; found that it failed after {self._requested} "
+                f"the loader of a rank must work until all ranks stop; found that it failed after {self._signal} "
                 f"with {type(error).__name__}: {error}. Resume from the last checkpoint."
             ) from error
 

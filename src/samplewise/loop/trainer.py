@@ -20,7 +20,7 @@ from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
-from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, ModelCheckpoint
+from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint
 from samplewise.loop.checkpoint.base import FrozenBase, with_base
 from samplewise.loop.checkpoint.settings import RunSettings
 from samplewise.loop.checkpoint.state import (
@@ -37,14 +37,16 @@ from samplewise.loop.checkpoint.state import (
 )
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed, reseed
+from samplewise.loop.durations import Duration, end_of_training, interval
 from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
+from samplewise.loop.fit_result import FitResult
 from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
 from samplewise.loop.nested_fit import only_fit_of
 from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
-from samplewise.loop.stopping import Duration, duration, stop_controller
+from samplewise.loop.stopping import StopRequest, stop_controller
 from samplewise.parallel import launch
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.group import current_group, errors_on_all_ranks, on_every_rank
@@ -64,8 +66,8 @@ class Trainer(CheckedAttributes):
     function gets the target if its second argument is named y, target, targets, label or labels, else the batch.
     device: "auto" (default) for CUDA if available, else MPS, else the CPU; or a torch device.
     seed: seed of the order of samples and their random augmentation, together with the epoch and the sample's index.
-    log_every: number of updates between two log lines, 50 by default. The loss is read from the device (host sync) only
-    for a log line.
+    log_every: interval between two log lines, in updates ("50up", the default) or samples ("1000samples"). The loss is
+    read from the device (host sync) only for a log line.
     progress: False for no progress display.
     save: "all" (default); "trained" leaves frozen parameters out of checkpoints and saved models, for example the base
     of a LoRA model. Resuming then needs the same base model, which is compared by checksums.
@@ -87,15 +89,15 @@ class Trainer(CheckedAttributes):
         metrics: Mapping[str, Any] | None = None,
         device: str | torch.device = "auto",
         seed: int = 0,
-        log_every: int = 50,
+        log_every: str = "50up",
         progress: bool = True,
         save: str = "all",
     ):
-        _check_arguments(step, run, callbacks, metrics, seed, log_every)
+        _check_arguments(step, run, callbacks, metrics, seed)
         self.step = step
         self.model = inner(step.model)
         self.seed = seed
-        self.log_every = log_every
+        self.log_every = interval("log_every", log_every, ("up", "samples"))
         self.run = None if run is None else absolute(run)
         self.device = launch.join(device)
         self.model.to(self.device)
@@ -133,27 +135,26 @@ class Trainer(CheckedAttributes):
         self,
         loader: Iterable[Any],
         validate: Iterable[Any] | None = None,
-        epochs: int | str | None = None,
+        epochs: int | None = None,
         updates: int | None = None,
         resume: bool = False,
         *,
         overfit: int | None = None,
         fast_dev_run: bool = False,
-    ) -> str:
-        """Train up to a total number of epochs or updates, and return the reason for the end: "3 epochs are done", the
-        reason of a callback, or "SIGTERM" or "SIGINT" after a signal.
+    ) -> FitResult:
+        """Train up to a total number of epochs or updates, and return the reason for the end, the counters and the
+        metrics of the last epoch.
 
         A first Ctrl-C (SIGINT) saves a checkpoint and returns, and the script goes on after `fit`. A script that is to
         end then, with the usual exit code:
 
-            if trainer.fit(loader, epochs=10, resume=True) == "SIGINT":
+            if trainer.fit(loader, epochs=10, resume=True).signal == "SIGINT":
                 sys.exit(130)
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
         by `sw.already_sharded`.
         validate: validation batches, evaluated after every epoch; None (default) for no validation.
-        epochs, updates: exactly one is given. `epochs` may be an int, or a str such as "2ep" or "500up". Epochs and
-        updates of a resumed run or of an earlier call count.
+        epochs, updates: exactly one is given. Epochs and updates of a resumed run or of an earlier call count.
         resume: True to continue from the newest checkpoint in the run directory, if there is one.
         overfit: use only the first `overfit` batches of epoch 0 in every epoch, in the same order.
         fast_dev_run: True for a test run: an epoch that has only the samples of its first update, and a validation with
@@ -170,7 +171,7 @@ class Trainer(CheckedAttributes):
             self._check_resume(resume)
             data = self._open(loader, overfit, resume)
             if self.fast_dev_run:
-                until = Duration(epochs=self._epoch + 1)
+                until = Duration(self._epoch + 1, "ep")
             self.expected_updates = self._expected_updates(data, until)
             self._check_paid()
             self._callbacks.emit("on_fit_start")
@@ -178,6 +179,7 @@ class Trainer(CheckedAttributes):
             self._timer.start(data.seconds_waited)
             self._stop_if_spent()
             self._stopping.synchronize()
+            metrics: dict[str, float] = {}
             while not self._stopping.is_over(until, self._epoch):
                 epoch = self._epoch
                 self._callbacks.emit("on_epoch_start", epoch=epoch)
@@ -196,16 +198,17 @@ class Trainer(CheckedAttributes):
                         self._callbacks.emit("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._stopping.synchronize()
             done = "fast_dev_run is done" if self.fast_dev_run else until.done()
-            reason = self._stopping.reason or done
-            self._end(reason, data)
-        return reason
+            stop = self._stopping.stop or StopRequest(done)
+            self._end(stop.reason, data)
+            counters = self.step.counters
+            return FitResult(stop.reason, stop.signal, self._epoch, counters.updates, metrics)
 
-    def _until(self, epochs: int | str | None, updates: int | None) -> Duration:
+    def _until(self, epochs: int | None, updates: int | None) -> Duration:
         """Duration of the training. A private one makes the updates that are paid for, unless it is given."""
         privacy = self.step.privacy
         if privacy is not None and epochs is None and updates is None:
             updates = privacy.plan.updates
-        return duration(epochs, updates)
+        return end_of_training(epochs, updates)
 
     def _check_private_options(self, overfit: int | None, validate: Iterable[Any] | None) -> None:
         """Raise PrivacyError for options of `fit` that a private training cannot have, before anything is spent."""
@@ -216,7 +219,10 @@ class Trainer(CheckedAttributes):
                 "validate must be a plain loader, because only updates use draws; found one of privacy.loader. Pass a "
                 "DataLoader of the validation data."
             )
+        intervals = {"log_every": self.log_every}
         for callback in self._callbacks.callbacks:
+            if isinstance(callback, (ModelCheckpoint, LRMonitor)):
+                intervals[f"every of {type(callback).__name__}"] = callback.every
             monitors = isinstance(callback, EarlyStopping) or (isinstance(callback, ModelCheckpoint) and callback.best)
             if monitors and self.step.config.hides_samples and (validate is None or callback.monitor == "train_loss"):
                 raise PrivacyError(
@@ -224,6 +230,12 @@ class Trainer(CheckedAttributes):
                     f"losses are hidden; found {callback.monitor!r} and "
                     f"{'no validation loader' if validate is None else 'a validation loader'}. Pass validate=, and "
                     "monitor 'loss' or a metric."
+                )
+        for name, every in intervals.items():
+            if every.unit == "samples" and self.step.config.hides_samples:
+                raise PrivacyError(
+                    f"{name} must be a number of updates with privacy=, because numbers of samples are hidden; found "
+                    f"{str(every)!r}. Write for example '50up'."
                 )
         reasons = {
             "overfit": (overfit is not None, "it would use the same draws again"),
@@ -249,7 +261,7 @@ class Trainer(CheckedAttributes):
             self._stopping.request(f"all {privacy.plan.updates} updates that are paid for are made")
 
     def stop(self, reason: str) -> None:
-        """End the training after this update, on all ranks. `fit` returns the reason, a text. Call it while `fit` runs.
+        """End the training after this update, on all ranks. `FitResult.reason` is the text. Call it while `fit` runs.
 
         The next call of `fit`, also with resume=True, continues the training.
         """
@@ -273,10 +285,10 @@ class Trainer(CheckedAttributes):
             yield BatchCursor(to_device(batch, self.device), position.inside, position.batches)
 
     def _record_update(self, update: Update, data: ResumableLoader) -> None:
-        """Record an update: data position, meters, timer and, every `log_every` updates, a log line."""
+        """Record an update: data position, meters, timer and, at the end of an interval `log_every`, a log line."""
         data.commit(self.step._consumed)
         self._loss_meter.add(update, self._timer.add(update))
-        if (update.index + 1) % self.log_every == 0 and not update.skipped:
+        if self.log_every.ends_with(update, self.step):
             self._write_train_line(data)
 
     def _write_train_line(self, data: ResumableLoader) -> None:
@@ -372,7 +384,7 @@ class Trainer(CheckedAttributes):
             if self.step.privacy is not None:
                 self.step.privacy.open(self._files.directory)  # after a resume it is open
             self._files.check(*self._state(0))
-            settings = {"seed": self.seed, "log_every": self.log_every}
+            settings = {"seed": self.seed, "log_every": str(self.log_every)}
             self._files.describe(**about(self.step, self.loader, self.device, **settings))
         return self._loader
 
@@ -388,14 +400,14 @@ class Trainer(CheckedAttributes):
 
     def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:
         """Number of updates at the end of the training; None if unknown."""
-        if until.epochs is None:
-            return until.updates
+        if until.unit == "up":
+            return until.number
         per_epoch = 1 if self.fast_dev_run else data.updates_per_epoch(self.step.samples)
         if per_epoch is None:
             return None
         if self.step.privacy is not None:  # a pass ends at a multiple of its draws, also if it is resumed inside
-            return per_epoch * until.epochs
-        return self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
+            return per_epoch * until.number
+        return self.step.counters.updates + per_epoch * (until.number - self._epoch)
 
     @contextmanager
     def _session(self, fast_dev_run: bool) -> Iterator[None]:
@@ -563,7 +575,7 @@ def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:
     return [LayerGradNorms(), *ordered, *([] if saves else [ModelCheckpoint()])]
 
 
-def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any, log_every: Any) -> None:
+def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any) -> None:
     if not isinstance(step, Step):
         raise TypeError(
             f"step must be a samplewise Step; found {type(step).__name__}. Use sw.Step(model, optimizer, loss)."
@@ -576,8 +588,6 @@ def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: An
         raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Pass a list.")
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Pass a dict.")
-    if type(log_every) is not int or log_every < 1:
-        raise ValueError(f"log_every must be a positive number of updates; found {log_every!r}.")
 
 
 def _check_overfit(overfit: Any) -> None:

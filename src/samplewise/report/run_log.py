@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from samplewise.core.format_version import RUN_VERSION, other_version
-from samplewise.ledger.files import list_parts, samples
+from samplewise.ledger.files import list_parts
 
 Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
@@ -81,10 +81,6 @@ class RunLog:
     def metrics(self) -> list[str]:
         """Names of the validation metrics."""
         return _numeric_fields(self.validation)
-
-    def samples(self, damaged: str = "raise") -> Any:
-        """Ledger of the run as a pyarrow table: see `sw.samples`."""
-        return samples(self.directory, damaged)
 
     def other_numbers(self) -> list[str]:
         """Names of the numbers in train lines that have no chart of their own."""

@@ -46,13 +46,13 @@ class TrainerLedger:
         if parts is not None or self._restarts:
             self._ledger.load_state_dict({"parts": parts or 0})
         else:
-            self._ledger.reset()
+            self._ledger._reset()
         self._restarts += 1
-        self._ledger.prepare(self._trainer.args.output_dir, clear=state.global_step == 0)
+        self._ledger._prepare(self._trainer.args.output_dir, clear=state.global_step == 0)
         items = None
         if self._indexed is not None:
             items = _preview_items(self._indexed.dataset, self._trainer.processing_class)
-        self._ledger.set_previews(items, _class_names(self._trainer.model))
+        self._ledger._set_previews(items, _class_names(self._trainer.model))
 
     def finish(self) -> None:
         if self._ledger is not None:

@@ -42,7 +42,7 @@ class PerSample(Base):
             model, args, train_dataset=sw.Indexed(data), transforms=[sw.clip(1.0)], ledger=sw.Ledger()
         )
         trainer.train()
-        sw.suspects(sw.samples(args.output_dir)).top(20)
+        sw.suspects(sw.read_ledger(args.output_dir)).top(20)
 
     transforms: as in `sw.backward`. Bounds such as that of `sw.clip` refer to the gradient of a sample's own loss: the
     sum over its tokens if the labels are tokens, otherwise the loss of a batch of one sample.

@@ -36,9 +36,9 @@ class Settings(KerasSaveable):
             raise TypeError(
                 f"ledger must be an sw.Ledger; found {type(ledger).__name__}. Pass sw.Ledger('runs/first')."
             )
-        if ledger is not None and ledger.directory is None:
+        if ledger is not None and ledger.run is None:
             raise ValueError(
-                "the ledger must have a directory, because Keras has no run directory; found none. Pass "
+                "the ledger must have a run directory of its own, because Keras has none; found none. Pass "
                 "sw.Ledger('runs/first')."
             )
         self.transforms = as_chain(transforms)
@@ -109,14 +109,14 @@ class Settings(KerasSaveable):
 
     def save_own_variables(self, store: Any) -> None:
         if self.ledger is not None:
-            state = {"directory": str(self.ledger.directory), "state": self.ledger.state_dict()}
+            state = {"directory": str(self.ledger.run), "state": self.ledger.state_dict()}
             store["ledger"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
         """Continue the ledger after the saved rows. The state of a ledger in another directory is ignored."""
         if self.ledger is not None and "ledger" in set(store.keys()):
             saved = json.loads(bytes(np.asarray(store["ledger"])))
-            if saved["directory"] == str(self.ledger.directory):
+            if saved["directory"] == str(self.ledger.run):
                 self.ledger.load_state_dict(saved["state"])
 
 
@@ -145,5 +145,5 @@ class _EpochCounter(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._settings.epoch = epoch
         ledger = self._settings.ledger
-        if ledger is not None and ledger.directory is not None:
-            ledger.prepare(ledger.directory)
+        if ledger is not None and ledger.run is not None:
+            ledger._prepare(ledger.run)

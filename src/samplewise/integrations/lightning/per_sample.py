@@ -144,7 +144,7 @@ class PerSample(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.ledger is not None:
-            self.ledger.prepare(
+            self.ledger._prepare(
                 trainer.default_root_dir, trainer.train_dataloader, dry_run=bool(getattr(trainer, "fast_dev_run", 0))
             )
 

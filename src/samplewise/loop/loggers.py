@@ -86,20 +86,20 @@ class TensorBoard(Logger):
 
 
 class CSV(Logger):
-    """Write `train.csv` and `validation.csv` to the directory `path`; by default to the run directory.
+    """Write `train.csv` and `validation.csv` to `directory`; by default to the run directory.
 
     The first line of a file fixes its columns: fields that appear later are omitted, missing fields are empty.
     """
 
     KINDS = ("train", "validation")
 
-    def __init__(self, path: str | Path | None = None):
-        self.path = None if path is None else absolute(path)
+    def __init__(self, directory: str | Path | None = None):
+        self.directory = None if directory is None else absolute(directory)
         self._files: dict[str, Path] = {}
         self._columns: dict[str, list[str]] = {}
 
     def _open(self, trainer: Any) -> None:
-        directory = _log_directory(self, self.path, trainer)
+        directory = _log_directory(self, self.directory, trainer)
         directory.mkdir(parents=True, exist_ok=True)
         if self._files and trainer.run is None:  # another call of fit appends to the files of the last one
             return
