@@ -59,7 +59,7 @@ def towards(by):
     """Alignment with a gradient that is computed for each window."""
     reference = net()
     first = batch()
-    return sw.align(lambda: sw.gradients(classified(reference, first), reference).mean(), by=by)
+    return sw.align(lambda: sw.gradients(classified(reference, first), reference).mean(), kind=by)
 
 
 TRANSFORMS = {
@@ -77,7 +77,7 @@ TRANSFORMS = {
     "weight by position": lambda: [sw.weight(torch.rand(8))],
     "weight by index": lambda: [sw.weight(torch.rand(9, device=DEVICE), index="i")],
     "drop": lambda: [sw.drop(largest=1, smallest=1)],
-    "drop above a quantile": lambda: [sw.drop(quantile=0.8, by="losses")],
+    "drop above a quantile": lambda: [sw.drop(quantile=0.8, score="losses")],
     "align": lambda: [towards("cosine")],
     "align by dot": lambda: [towards("dot")],
     "group": lambda: [sw.group("user"), sw.clip(5.0)],

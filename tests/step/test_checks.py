@@ -301,7 +301,7 @@ def test_batch_norm_with_transforms_is_refused(chain, microbatch):
 BY_LOSS = {
     "weight": [sw.weight(lambda losses: torch.exp(-losses))],
     "weights": [sw.weight(torch.linspace(0.5, 1.5, 8))],
-    "drop": [sw.drop(largest=1, by="losses")],
+    "drop": [sw.drop(largest=1, score="losses")],
 }
 by_loss = pytest.mark.parametrize("chain", BY_LOSS.values(), ids=BY_LOSS)
 
