@@ -277,7 +277,7 @@ def test_invalid_arguments():
     for count in (-1.0, float("nan"), float("inf"), float("-inf")):
         counts = torch.tensor([1.0] * (B - 1) + [count])
         with pytest.raises(LossesError, match=f"counts must be finite, and zero or positive; found {count:g}"):
-            sw.backward(loss, model, z, [sw.clip(1.0, per="count")], denominator=B, counts=counts)
+            sw.backward(loss, model, z, [sw.clip(1.0, per_count=True)], denominator=B, counts=counts)
     with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, .*; found str"):
         sw.backward(loss, model, z, through="accelerator")
     with pytest.raises(TypeError, match="found that it computed no gradient"):

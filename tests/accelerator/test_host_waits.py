@@ -67,7 +67,7 @@ TRANSFORMS = {
     "clip": lambda: [sw.clip(0.5)],
     "clip by parameter": lambda: [sw.clip(0.5, by="parameter")],
     "clip automatic": lambda: [sw.clip(0.5, mode="automatic")],
-    "clip per count": lambda: [sw.clip(0.5, per="count")],
+    "clip per count": lambda: [sw.clip(0.5, per_count=True)],
     "normalize": lambda: [sw.normalize()],
     "normalize to the mean": lambda: [sw.normalize("mean")],
     "weight by losses": lambda: [sw.weight(lambda losses: torch.exp(-losses))],
@@ -109,7 +109,7 @@ def test_other_updates_wait_once(name):
 
 OPTIONS = {
     "raise": {},
-    "counts": {"loss_fn": tokens, "transforms": [sw.clip(0.5, per="count")]},
+    "counts": {"loss_fn": tokens, "transforms": [sw.clip(0.5, per_count=True)]},
     "recorded norms": {"record": "norms"},
     "max_grad_norm": {"max_grad_norm": 0.1},
     "predictions": {"loss_fn": nn.CrossEntropyLoss(), "record": "norms"},
