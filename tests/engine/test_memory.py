@@ -49,7 +49,7 @@ QUESTIONS = {
     "dot": lambda g, d: g.dot(d),
     "sum": lambda g, d: g.sum(torch.ones(SAMPLES)),
     "project": lambda g, d: g.project(5),
-    "second moment": lambda g, d: g.second_moment(),
+    "sum of squares": lambda g, d: g.sum_of_squares(),
     "variance": lambda g, d: g.variance(),
     "clipped sum": lambda g, d: g.backward(1 / g.norms().clamp_min(1)),
 }

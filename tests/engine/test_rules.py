@@ -188,4 +188,4 @@ def test_sums_of_a_conv_lie_in_memory_as_its_weight_does():
     g = sw.gradients(model(x).square().flatten(1).sum(1), model)
     g.backward()
     assert model.weight.grad.is_contiguous()
-    assert g.sum()["weight"].is_contiguous() and g.second_moment()["weight"].is_contiguous()
+    assert g.sum()["weight"].is_contiguous() and g.sum_of_squares()["weight"].is_contiguous()

@@ -24,7 +24,7 @@ from samplewise.testing.zoo import (
 )
 
 TWICE_DIFFERENTIABLE = [case for case in INDEPENDENT if case.traits.second_order]
-ASKED = ("norms", "dot", "gram", "weighted sum", "second moment", "full")
+ASKED = ("norms", "dot", "gram", "weighted sum", "sum of squares", "full")
 
 
 def slope_of(quantity, parameters):

@@ -462,10 +462,6 @@ class Gradients:
         """Sum of squared gradients, name -> sum_i g_i**2, element by element. `sw.fisher` is the mean over samples."""
         return self._like_parameters(self._evaluate(lambda form, _: form.sum_of_squares(None)))
 
-    def second_moment(self) -> dict[str, Tensor]:
-        """Another name of `sum_of_squares`: a sum over samples, not divided by B."""
-        return self.sum_of_squares()
-
     def variance(self) -> dict[str, Tensor]:
         """Unbiased variance over samples of each element, name -> sum_i (g_i - mean)**2 / (B - 1)."""
         if len(self) < 2:
