@@ -153,9 +153,11 @@ class Samplewise(Contender):
 
     def walk(self) -> float:
         """Seconds from the losses to the plan: everything before the engine's backward pass."""
+        from samplewise.engine.gradients import prepare
+
         losses = self.losses()
         start = time.perf_counter()
-        self.gradients(losses, self.model).prepare()
+        prepare(self.gradients(losses, self.model))
         return time.perf_counter() - start
 
 

@@ -767,9 +767,7 @@ def test_every_weight_is_small():
 
 def test_every_weight_is_small_because_losses_are_sums():
     (word,) = train(autoencoder(), summed, transforms=[sw.clip(1.0)])
-    remedy = (
-        "The loss of a sample is a sum over 60 counts on average: sw.clip(C, per_count=True) bounds the gradient"
-    )
+    remedy = "The loss of a sample is a sum over 60 counts on average: sw.clip(C, per_count=True) bounds the gradient"
     assert remedy in word
     assert train(autoencoder(), summed, transforms=[sw.clip(5.0, per_count=True)]) == []
     (word,) = train(autoencoder(), summed, transforms=[sw.clip(1e-3, per_count=True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import index
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
 
-STRATEGIES = ("fused", "twice", "full", "reference")
+Strategy = Literal["fused", "twice", "full", "reference"]
+STRATEGIES = get_args(Strategy)
 
 
 def gradients(
@@ -49,8 +50,8 @@ def gradients(
     *,
     outputs: Outputs | None = None,
     create_graph: bool = False,
-    strategy: str | None = None,
-    interacting: str = "refuse",
+    strategy: Strategy | None = None,
+    interacting: Literal["refuse", "allow"] = "refuse",
 ) -> Gradients:
     """Per-sample gradients: the gradient of each element of `losses` with respect to the parameters.
 
@@ -150,6 +151,22 @@ def gradients_of(
         graph.check_twice_differentiable()
     evaluator = QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph)
     return Gradients(evaluator, checks, settles=outside is None)
+
+
+def structure_hash(g: Gradients) -> int:
+    """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
+    return g._graph.structure.hash
+
+
+def is_planned(g: Gradients) -> bool:
+    """Look up the plan of such graphs; False if this graph must be analyzed, with possible errors and warnings."""
+    return g._evaluator.find_plan()
+
+
+def prepare(g: Gradients) -> Gradients:
+    """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns `g`."""
+    g._evaluator.analyze()
+    return g
 
 
 def project(g: Gradients, projection: Projection) -> Tensor:
@@ -279,7 +296,7 @@ def time_profile(g: Gradients, forward: Callable[[], object] | None = None) -> P
 
 
 class Gradients:
-    """Per-sample gradients of a batch, computed on demand. Returned by `sw.gradients`.
+    """Per-sample gradients of a batch, computed on demand. Made by `sw.gradients`; do not call the constructor.
 
     `len(g)` is the number of samples B. `g[3]` is the gradient of sample 3, a dict name -> tensor; `g["fc.weight"]` is
     the gradient of all samples for one parameter, (B, *shape).
@@ -317,27 +334,13 @@ class Gradients:
     def __len__(self) -> int:
         return self._graph.samples
 
-    @property
-    def structure_hash(self) -> int:
-        """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
-        return self._graph.structure.hash
-
-    def is_planned(self) -> bool:
-        """Look up the plan of such graphs; False if this graph must be analyzed, with possible errors and warnings."""
-        return self._evaluator.find_plan()
-
-    def prepare(self) -> Gradients:
-        """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
-        self._evaluator.analyze()
-        return self
-
     # --- numbers per sample ----------------------------------------------------------------------------------------
 
     @overload
-    def norms(self, by: None = None) -> Tensor: ...
+    def norms(self, *, by: None = None) -> Tensor: ...
     @overload
-    def norms(self, by: str) -> dict[str, Tensor]: ...
-    def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
+    def norms(self, *, by: Literal["parameter"]) -> dict[str, Tensor]: ...
+    def norms(self, *, by: Literal["parameter"] | None = None) -> Tensor | dict[str, Tensor]:
         """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,).
 
         For a scalar loss with outputs=, the norm of the sample's part of its gradient: multiply by the number of
@@ -348,10 +351,12 @@ class Gradients:
             return self._norms.by_parameter() if by == "parameter" else self._norms.of_samples()
 
     @overload
-    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: None = None) -> Tensor: ...
+    def dot(self, direction: Mapping[str, Tensor] | Gradients, *, by: None = None) -> Tensor: ...
     @overload
-    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: str) -> dict[str, Tensor]: ...
-    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: str | None = None) -> Tensor | dict[str, Tensor]:
+    def dot(self, direction: Mapping[str, Tensor] | Gradients, *, by: Literal["parameter"]) -> dict[str, Tensor]: ...
+    def dot(
+        self, direction: Mapping[str, Tensor] | Gradients, *, by: Literal["parameter"] | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """Inner product of each sample's gradient with a direction (name -> tensor of the parameter's shape), (B,).
 
         The direction may be another `Gradients` of the same parameters with the same number of samples: the result is
@@ -401,11 +406,13 @@ class Gradients:
             return {name: quantity(form, theirs[name]) for name, form in mine.items() if name in theirs}
 
     @overload
-    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, by: None = None) -> Tensor: ...
+    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: None = None) -> Tensor: ...
     @overload
-    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: str) -> dict[str, Tensor]: ...
     def gram(
-        self, other: Gradients | Mapping[str, Tensor] | None = None, by: str | None = None
+        self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: Literal["parameter"]
+    ) -> dict[str, Tensor]: ...
+    def gram(
+        self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: Literal["parameter"] | None = None
     ) -> Tensor | dict[str, Tensor]:
         """Inner products of the gradients of all pairs of samples, (B, B); with other samples (B, B2).
 
@@ -440,22 +447,22 @@ class Gradients:
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 
-    def sum(self, weights: Weights | None = None, reduce: bool = False) -> dict[str, Tensor]:
+    def sum(self, weights: Weights | None = None, *, all_reduce: bool = False) -> dict[str, Tensor]:
         """Weighted sum of per-sample gradients, name -> sum_i w_i g_i in the parameter's shape.
 
         weights: (B,), a number for all samples, or a dict name -> (B,) or number. Default: ones.
-        reduce: if True, sum over the samples of all ranks (all-reduce); each rank must call it. Default False.
+        all_reduce: if True, sum over the samples of all ranks; each rank must call it. Default False.
 
         Parameters that no loss depends on get zeros.
         """
         per_name = weights_by_name(weights, self.names, self._graph.losses, self._checks.add)
         sums = self._like_parameters(self._evaluate(lambda form, name: form.sum(per_name[name])))
-        return self._reduced(sums) if reduce else sums
+        return self._reduced(sums) if all_reduce else sums
 
-    def mean(self, reduce: bool = False) -> dict[str, Tensor]:
-        """Mean of per-sample gradients, name -> sum_i g_i / B; with reduce=True, over the samples of all ranks."""
-        sums = self.sum(reduce=reduce)
-        samples = current_group().all_reduce_scalars(len(self))[0] if reduce else len(self)
+    def mean(self, *, all_reduce: bool = False) -> dict[str, Tensor]:
+        """Mean of per-sample gradients, name -> sum_i g_i / B; with all_reduce=True, over the samples of all ranks."""
+        sums = self.sum(all_reduce=all_reduce)
+        samples = current_group().all_reduce_scalars(len(self))[0] if all_reduce else len(self)
         return {name: total / samples for name, total in sums.items()}
 
     def sum_of_squares(self) -> dict[str, Tensor]:
@@ -500,11 +507,11 @@ class Gradients:
         """
         return self[0 : len(self)]
 
-    def chunks(self, samples: int) -> Iterator[dict[str, Tensor]]:
-        """Iterate over `full` in chunks of `samples` samples; the last chunk may be smaller."""
-        if type(samples) is not int or samples < 1:
-            raise ValueError(f"samples must be a positive integer; found {samples!r}.")
-        return (self[start : start + samples] for start in range(0, len(self), samples))
+    def chunks(self, size: int) -> Iterator[dict[str, Tensor]]:
+        """Iterate over `full` in chunks of `size` samples; the last chunk may be smaller."""
+        if type(size) is not int or size < 1:
+            raise ValueError(f"size must be a positive integer; found {size!r}.")
+        return (self[start : start + size] for start in range(0, len(self), size))
 
     @overload
     def __getitem__(self, key: str) -> Tensor: ...
@@ -619,7 +626,7 @@ class Gradients:
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._evaluator.create_graph and current_group().distributed:
             raise ParameterError(
-                "reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
+                "all_reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
                 "found create_graph=True. Leave out one of the two."
             )
         current_group().barrier()
