@@ -148,7 +148,7 @@ class Samplewise(Contender):
 
     def clipped(self, strategy: str) -> list[Tensor]:
         g = self.gradients(self.losses(), self.model, strategy=strategy)
-        g.backward(self.coefficients(g.norms()), retain_graph=False)
+        g.backward(self.coefficients(g.norms()))
         return self.take_grad()
 
     def walk(self) -> float:

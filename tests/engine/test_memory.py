@@ -121,7 +121,7 @@ def test_second_pass_of_twice_ends_above_layers_whose_rows_are_kept():
     assert set(g._evaluator._strategies["twice"].rows) == {"stem.weight", "stem.bias"}
     reached = []
     model.hidden.register_hook(reached.append)
-    g.backward(WEIGHTS)
+    g.backward(WEIGHTS, retain_graph=True)
     assert not reached
     assert not g._evaluator._strategies["twice"].rows
     expected = torch.autograd.grad(losses, list(model.parameters()), WEIGHTS)

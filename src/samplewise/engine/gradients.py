@@ -36,6 +36,7 @@ from samplewise.engine.pending_checks import PendingChecks, collecting
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.profile import Profile, profile
 from samplewise.engine.projection import Projection
+from samplewise.engine.saved import free_saved
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
@@ -113,8 +114,9 @@ def gradients_of_samples(
     interacting: str = "refuse",
 ) -> Gradients:
     """As `gradients`, with parameters that are resolved already."""
+    loss = losses
     if outputs is not None:
-        losses = parts_of_loss(losses, outputs, wanted.named)
+        losses = parts_of_loss(loss, outputs, wanted.named)
     elif isinstance(losses, Tensor) and losses.dim() == 0:
         raise LossesError(
             "losses must be 1-D, one value per sample; found a scalar. Compute them with reduction='none', without an "
@@ -123,7 +125,7 @@ def gradients_of_samples(
         )
     g = gradients_of(losses, wanted.named, wanted.modules, create_graph, strategy, interacting, wanted.sharded)
     g._own = True
-    g._of_scalar = outputs is not None
+    g._scalar_loss = None if outputs is None else loss
     return g
 
 
@@ -189,6 +191,7 @@ def accumulate(
     soon as its `.grad` is complete; if a later sum is not finite, the earlier ones are then in `.grad` already.
     `apart`: use `PerSampleGrad.summed_apart`, and dense sums also of sparse gradients.
     """
+    g._evaluator.check_open()
     bounded = g._norms.bound_sums(weights)
     per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
     ordinary = g._sharded if apart else g._evaluator.strategy == "twice" or g._needs_autograd()
@@ -231,6 +234,20 @@ def accumulate(
             ready(g._parameters[name])
     g._settle()
     return None
+
+
+def free_graph(g: Gradients, call: str) -> None:
+    """Free the graph between the losses and the parameters of `g`, as a backward pass of torch does, and all gradients
+    that are kept. Later questions raise GraphError, which names `call`, the function that has freed the graph.
+    """
+    message = f"{call}() has freed the graph: ask before it, or use {call}(retain_graph=True)."
+    g._evaluator.close(message)
+    graphs = [g._graph]
+    if g._scalar_loss is not None:  # the graph of its parts does not contain what is above the outputs
+        with torch.enable_grad():
+            graphs.append(Graph(g._scalar_loss.view(1), g._parameters))
+    for graph in graphs:
+        free_saved([graph.nodes[at] for at in graph.reach.nodes], message)
 
 
 def track_terms(g: Gradients) -> None:
@@ -311,7 +328,7 @@ class Gradients:
         self._settles = settles  # False: the caller settles the checks
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
-        self._of_scalar = False  # True if the losses are parts of a scalar loss, which have no meaning as values
+        self._scalar_loss: Tensor | None = None  # the losses are parts of it, which have no meaning as values
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
         self._norms = Norms(evaluator, checks)
@@ -324,7 +341,7 @@ class Gradients:
     @property
     def losses(self) -> Tensor:
         """The losses (B,), detached from the graph."""
-        if self._of_scalar:
+        if self._scalar_loss is not None:
             raise LossesError(
                 "g.losses needs losses (B,); found a scalar loss with outputs, in which the losses of single samples "
                 "are not known. Compute them with reduction='none'."
@@ -478,16 +495,16 @@ class Gradients:
             self._evaluate(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale)
         )
 
-    def backward(self, weights: Weights | None = None, retain_graph: bool = True) -> None:
+    def backward(self, weights: Weights | None = None, retain_graph: bool = False) -> None:
         """Accumulate the weighted sum sum_i w_i g_i into `.grad`, as Tensor.backward does.
 
         weights: (B,), a number for all samples, or a dict name -> (B,) or number. Default: ones.
-        retain_graph: if False, this must be the last call; strategy "twice" then frees the graph during the pass, for
-            the least memory. Default True.
+        retain_graph: if False (default), the graph is freed, as in torch, and with it all gradients that are kept:
+            other quantities must be computed before. Norms that were computed before can still be read. If True, a
+            later call of any method costs another backward pass.
 
-        Parameters that no loss depends on are left unchanged. Kept gradients are released: a later call of any method
-        costs another backward pass. For a model sharded with `fully_shard` this is an ordinary backward pass, in which
-        torch averages over the ranks.
+        Parameters that no loss depends on are left unchanged. For a model sharded with `fully_shard` this is an
+        ordinary backward pass, in which torch averages over the ranks.
         """
         if self._own:
             refuse_replicas(self._parameters.values())
@@ -497,6 +514,8 @@ class Gradients:
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
             )
         accumulate(self, weights, retain_graph)
+        if not retain_graph:
+            free_graph(self, "g.backward")
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
