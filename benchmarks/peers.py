@@ -148,14 +148,16 @@ class Samplewise(Contender):
 
     def clipped(self, strategy: str) -> list[Tensor]:
         g = self.gradients(self.losses(), self.model, strategy=strategy)
-        g.backward(self.coefficients(g.norms()), retain_graph=False)
+        g.backward(self.coefficients(g.norms()))
         return self.take_grad()
 
     def walk(self) -> float:
         """Seconds from the losses to the plan: everything before the engine's backward pass."""
+        from samplewise.engine.gradients import prepare
+
         losses = self.losses()
         start = time.perf_counter()
-        self.gradients(losses, self.model).prepare()
+        prepare(self.gradients(losses, self.model))
         return time.perf_counter() - start
 
 

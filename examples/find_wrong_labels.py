@@ -101,14 +101,14 @@ def rankings(x, y, options):
     model, checkpoints, _, epoch = train(x, y, options)
     data = list(zip(x.split(256), y.split(256), strict=True))
     for when, at in (("at the end", None), (f"{CHECKPOINTS} checkpoints", checkpoints)):
-        for by in (*SCORES, *PAIRS):
+        for score in (*SCORES, *PAIRS):
             start = time.process_time()
-            found = sw.suspects(model, loss_fn, data, by=by, checkpoints=at)
-            yield f"{when}: {' and '.join(found.by)}", found.score, (time.process_time() - start) / epoch
+            found = sw.suspects(model, loss_fn, data, score=score, checkpoints=at)
+            yield f"{when}: {' and '.join(found.score_names)}", found.score, (time.process_time() - start) / epoch
     _, _, visits, watched = train(x, y, options, watch=True)
-    for by in ("loss", "norm", "margin", "el2n", *PAIRS, ("loss", "norm")):
-        found = sw.suspects(visits, by=by)
-        yield f"visits: {' and '.join(found.by)}", found.score[found.ids.argsort()], (watched - epoch) / epoch
+    for score in ("loss", "norm", "margin", "el2n", *PAIRS, ("loss", "norm")):
+        found = sw.suspects(visits, score=score)
+        yield f"visits: {' and '.join(found.score_names)}", found.score[found.ids.argsort()], (watched - epoch) / epoch
     if get_label_quality_scores:
         start = time.process_time()
         quality = get_label_quality_scores(y.numpy(), held_out(x, y, options).numpy())

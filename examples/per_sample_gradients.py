@@ -31,7 +31,7 @@ def sizes(tensors):
 
 
 print("\nmean                 ", sizes(mean))
-print("sum of squares       ", sizes(g.second_moment()))
+print("sum of squares       ", sizes(g.sum_of_squares()))
 print("variance             ", sizes(g.variance()))
 print("all rows, (B, *shape)", sizes(g.full()))
 print("one parameter        ", tuple(g["0.weight"].shape))

@@ -92,7 +92,7 @@ def main():
             train_dataset=sw.Indexed(data),
             processing_class=tokenizer,
             peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
-            transforms=[sw.clip(1.0, per="count")],  # of the mean loss per token
+            transforms=[sw.clip(1.0, per_count=True)],  # of the mean loss per token
             ledger=sw.Ledger(),
         )
         trainer.train()

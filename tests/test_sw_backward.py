@@ -1,5 +1,8 @@
 """`sw.backward` against loss.backward() and against the loop."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -277,7 +280,7 @@ def test_invalid_arguments():
     for count in (-1.0, float("nan"), float("inf"), float("-inf")):
         counts = torch.tensor([1.0] * (B - 1) + [count])
         with pytest.raises(LossesError, match=f"counts must be finite, and zero or positive; found {count:g}"):
-            sw.backward(loss, model, z, [sw.clip(1.0, per="count")], denominator=B, counts=counts)
+            sw.backward(loss, model, z, [sw.clip(1.0, per_count=True)], denominator=B, counts=counts)
     with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, .*; found str"):
         sw.backward(loss, model, z, through="accelerator")
     with pytest.raises(TypeError, match="found that it computed no gradient"):
@@ -323,3 +326,66 @@ def test_a_model_whose_ownership_is_probed():
     recorded = sw.backward(model(*inputs).square().sum(1), model)
     assert_grads(model, expected)
     assert recorded.norms.shape == (len(inputs[0]),)
+
+
+# --- the graph is freed, as in torch ----------------------------------------------------------------------------------
+
+FREED = r"sw\.backward\(\) has freed the graph: ask before it, or use sw\.backward\(retain_graph=True\)|second time"
+
+
+@pytest.mark.parametrize("through", [None, Framework(2), lambda loss: loss.backward()], ids=["torch", "class", "def"])
+@pytest.mark.parametrize("transforms", [(), [sw.clip(0.5)], [sw.clip(0.5, by="parameter")]], ids=str)
+@pytest.mark.parametrize("scalar", [False, True])
+def test_the_graph_is_freed(through, transforms, scalar):
+    model, x, y = problem()
+    weights = torch.linspace(0.5, 1, B, dtype=torch.float64)
+    held = ref(weights)
+    z = model(x)
+    losses = F.cross_entropy(z, y, reduction="none") * weights
+    del weights
+    loss = losses.mean() if scalar else losses
+    sw.backward(loss, model, z if scalar else None, transforms, through, denominator=B)
+    gc.collect()
+    assert held() is None
+    with pytest.raises(RuntimeError, match=FREED):
+        loss.sum().backward()
+
+
+@pytest.mark.parametrize("transforms", [(), [sw.clip(0.3)]], ids=str)
+def test_two_losses_of_one_trunk(transforms):
+    """As in torch, the first pass must retain the graph; each pass has its own transforms."""
+    model, x, _ = problem()
+    heads = [nn.Linear(CLASSES, 2).double() for _ in range(2)]
+    both = nn.ModuleList([model, *heads])
+
+    def losses(hidden):
+        return [head(hidden).square().sum(1) for head in heads]
+
+    first, second = losses(model(x))
+    sw.backward(first, both, transforms=transforms)
+    with pytest.raises(RuntimeError, match=FREED):
+        sw.backward(second, both, transforms=transforms)
+    both.zero_grad()
+    for loss in losses(model(x)):
+        rows = [torch.autograd.grad(one, list(both.parameters()), retain_graph=True, allow_unused=True) for one in loss]
+        for row in rows:
+            norm = torch.stack([r.norm() for r in row if r is not None]).norm()
+            scale = min(1.0, 0.3 / norm) if transforms else 1.0
+            for p, r in zip(both.parameters(), row, strict=True):
+                if r is not None:
+                    p.grad = r * scale if p.grad is None else p.grad + r * scale
+    expected = grads(both)
+    both.zero_grad()
+    first, second = losses(model(x))
+    sw.backward(first, both, transforms=transforms, retain_graph=True)
+    sw.backward(second, both, transforms=transforms)
+    assert_grads(both, expected)
+    with pytest.raises(RuntimeError, match=FREED):
+        sw.backward(first, both, transforms=transforms)
+
+
+def test_a_framework_that_cannot_retain_the_graph():
+    model, x, y = problem()
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    with pytest.raises(TypeError, match=r"through must accept retain_graph, as loss\.backward does"):
+        sw.backward(losses, model, through=lambda loss: loss.backward(), retain_graph=True)

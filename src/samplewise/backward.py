@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from samplewise.core.modes import check_modes
 from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor
-from samplewise.engine.gradients import Gradients, WantedParameters, accumulate, gradients_of_samples, wanted_parameters
+from samplewise.engine.gradients import (
+    Gradients,
+    WantedParameters,
+    accumulate,
+    free_graph,
+    gradients_of_samples,
+    wanted_parameters,
+)
 from samplewise.engine.outputs import Outputs
 from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
@@ -78,6 +85,7 @@ def backward(
     losses: Tensor | None = None,
     counts: Tensor | None = None,
     batch: Any = None,
+    retain_graph: bool = False,
 ) -> BackwardResult:
     """Accumulate the gradient of a loss into `.grad`, as loss.backward() does, with transforms of the samples'
     gradients before they are summed. Returns the norms and weights of the samples.
@@ -93,6 +101,8 @@ def backward(
         Norms, and bounds such as that of `sw.clip`, refer to the gradient of the sample's own loss, before this
         division. A scalar loss already contains the division; losses (B,) are divided here.
     losses, counts, batch: losses (B,) for a scalar loss, counts (B,) and the batch, for transforms that read them.
+    retain_graph: if False (default), the graph is freed, as by loss.backward(). True for a second pass through parts of
+        it, such as that of another loss with the same trunk.
 
     The gradients of a DistributedDataParallel or of a model sharded with `fully_shard` are computed in two passes, the
     second one an ordinary backward pass, in which torch averages over the ranks. Without transforms, the pass is that
@@ -108,7 +118,7 @@ def backward(
         raise LossesError("losses must be left out if the loss has one value per sample; found both.")
     own = loss if outputs is None else losses
     loss = loss / denominator if outputs is None else loss
-    framework = FrameworkPass(through, loss)
+    framework = FrameworkPass(through, loss, retain_graph)
     try:
         with framework.own_passes():
             strategy = "twice" if two_passes else None
@@ -133,7 +143,9 @@ def backward(
             framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())
         else:
             with framework.own_passes():
-                accumulate(g, stats.coefficients, retain_graph=False)
+                accumulate(g, stats.coefficients, retain_graph)
+    if not retain_graph:
+        free_graph(g, "sw.backward")
     return BackwardResult(stats.result())
 
 

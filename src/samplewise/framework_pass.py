@@ -23,7 +23,7 @@ class FrameworkPass:
     skips_overflow: it has a gradient scaler, which skips updates with non-finite gradients.
     """
 
-    def __init__(self, through: Any, loss: Tensor):
+    def __init__(self, through: Any, loss: Tensor, retain_graph: bool = False):
         self.factor: Tensor | float = 1.0
         self.skips_overflow = _has_scaler(through)
         self._through = through
@@ -33,6 +33,12 @@ class FrameworkPass:
             raise TypeError(
                 "through must be an Accelerator, a Fabric, a GradScaler, or a function that runs a backward pass; "
                 f"found {type(through).__name__}."
+            )
+        self._options = {"retain_graph": True} if retain_graph else {}
+        if retain_graph and not _accepts_retain_graph(self._backward):
+            raise TypeError(
+                "through must accept retain_graph, as loss.backward does, if the graph is retained; found a function "
+                "without this argument. Add it, or leave out retain_graph=True."
             )
         if through is not None:
             self.factor = self._find_factor(loss)
@@ -62,9 +68,9 @@ class FrameworkPass:
         else:
             if g is not None:
                 g.norms()
-            self._pass(total)
+            self._pass(total, **self._options)
 
-    def _pass(self, total: Tensor, **options: Any) -> None:
+    def _pass(self, total: Tensor, **options: bool) -> None:
         self._ran = True
         with self.own_passes():  # fabric.backward ends with a reset of its flag
             self._backward(total, **options)

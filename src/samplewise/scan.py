@@ -15,7 +15,7 @@ from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import bounded, free_memory, is_out_of_memory
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.checks import check_attached, check_model
-from samplewise.engine.gradients import Gradients, gradients
+from samplewise.engine.gradients import Gradients, Strategy, gradients
 
 
 def scan(
@@ -25,7 +25,7 @@ def scan(
     microbatch: int | str | None = "auto",
     *,
     memory: int | None = None,
-    strategy: str | None = None,
+    strategy: Strategy | None = None,
 ) -> Iterator[tuple[Any, Gradients]]:
     """Iterate over a loader and yield (microbatch, g) with the Gradients g of each microbatch.
 
@@ -49,7 +49,7 @@ class Scanner:
         microbatch: int | str | None = "auto",
         *,
         memory: int | None = None,
-        strategy: str | None = None,
+        strategy: Strategy | None = None,
     ):
         check_model(model, "sw.scan(model, loss_fn, loader)")
         if not (microbatch in ("auto", None) or (type(microbatch) is int and microbatch > 0)):

@@ -59,7 +59,7 @@ def towards(by):
     """Alignment with a gradient that is computed for each window."""
     reference = net()
     first = batch()
-    return sw.align(lambda: sw.gradients(classified(reference, first), reference).mean(), by=by)
+    return sw.align(lambda: sw.gradients(classified(reference, first), reference).mean(), kind=by)
 
 
 TRANSFORMS = {
@@ -67,7 +67,7 @@ TRANSFORMS = {
     "clip": lambda: [sw.clip(0.5)],
     "clip by parameter": lambda: [sw.clip(0.5, by="parameter")],
     "clip automatic": lambda: [sw.clip(0.5, mode="automatic")],
-    "clip per count": lambda: [sw.clip(0.5, per="count")],
+    "clip per count": lambda: [sw.clip(0.5, per_count=True)],
     "normalize": lambda: [sw.normalize()],
     "normalize to the mean": lambda: [sw.normalize("mean")],
     "weight by losses": lambda: [sw.weight(lambda losses: torch.exp(-losses))],
@@ -77,7 +77,7 @@ TRANSFORMS = {
     "weight by position": lambda: [sw.weight(torch.rand(8))],
     "weight by index": lambda: [sw.weight(torch.rand(9, device=DEVICE), index="i")],
     "drop": lambda: [sw.drop(largest=1, smallest=1)],
-    "drop above a quantile": lambda: [sw.drop(quantile=0.8, by="losses")],
+    "drop above a quantile": lambda: [sw.drop(quantile=0.8, score="losses")],
     "align": lambda: [towards("cosine")],
     "align by dot": lambda: [towards("dot")],
     "group": lambda: [sw.group("user"), sw.clip(5.0)],
@@ -109,7 +109,7 @@ def test_other_updates_wait_once(name):
 
 OPTIONS = {
     "raise": {},
-    "counts": {"loss_fn": tokens, "transforms": [sw.clip(0.5, per="count")]},
+    "counts": {"loss_fn": tokens, "transforms": [sw.clip(0.5, per_count=True)]},
     "recorded norms": {"record": "norms"},
     "max_grad_norm": {"max_grad_norm": 0.1},
     "predictions": {"loss_fn": nn.CrossEntropyLoss(), "record": "norms"},

@@ -31,7 +31,7 @@ QUANTITIES = {
     "norms": lambda device: gradients(device).norms(),
     "norms by parameter": lambda device: gradients(device).norms(by="parameter"),
     "gram": lambda device: gradients(device).gram(),
-    "second moment": lambda device: gradients(device).second_moment(),
+    "sum of squares": lambda device: gradients(device).sum_of_squares(),
     "variance": lambda device: gradients(device).variance(),
     "projection": lambda device: gradients(device).project(16),
     "dot": lambda device: gradients(device).dot(gradients(device).mean()),

@@ -26,9 +26,9 @@ TRANSFORMS = {
     "weight by a table": lambda device: [sw.weight(TABLE, index=2)],
     "weight of a window": lambda device: [sw.weight(lambda norms: norms / norms.sum(), window=True, renormalize=True)],
     "drop": lambda device: [sw.drop(2)],
-    "drop by loss": lambda device: [sw.drop(quantile=0.8, by="losses")],
+    "drop by loss": lambda device: [sw.drop(quantile=0.8, score="losses")],
     "align": lambda device: [sw.align(reference(device))],
-    "align with a function": lambda device: [sw.align(lambda: reference(device), by="dot")],
+    "align with a function": lambda device: [sw.align(lambda: reference(device), kind="dot")],
     "group": lambda device: [sw.group(1), sw.clip(0.5)],
     "chain": lambda device: [sw.clip(0.5), sw.drop(1)],
 }

@@ -49,7 +49,7 @@ def test_influence_predicts_the_effect_of_a_small_step():
 def test_the_diagonal_is_self_influence():
     model, x, y = make()
     found = sw.influence(model, loss_fn, [(x, y)], [(x, y)])
-    wanted = sw.suspects(model, loss_fn, [(x, y)], by="self_influence").score
+    wanted = sw.suspects(model, loss_fn, [(x, y)], score="self_influence").score
     torch.testing.assert_close(found.diagonal(), wanted)
 
 

@@ -43,7 +43,7 @@ def assert_scores(found, wanted):
 @pytest.mark.parametrize("microbatch", [None, 3])
 def test_every_score_of_a_model(microbatch):
     model, x, y = make()
-    found = sw.suspects(model, loss_fn, batches(x, y, 5), by="loss", also=ALL, microbatch=microbatch)
+    found = sw.suspects(model, loss_fn, batches(x, y, 5), score="loss", also=ALL, microbatch=microbatch)
     assert_scores(found, expected(model, x, y))
 
 
@@ -68,10 +68,10 @@ def test_over_checkpoints_the_margin_is_the_aum_and_self_influence_a_sum():
 
 def test_ranks_of_several_are_averaged():
     model, x, y = make()
-    assert sw.suspects(model, loss_fn, [(x, y)]).by == ("margin",)
-    found = sw.suspects(model, loss_fn, [(x, y)], by=["margin", "el2n"])
-    assert found.by == ("margin", "el2n") == tuple(found.scores)
-    places = zip(*(ranks(found.scores[name].tolist()) for name in found.by), strict=True)
+    assert sw.suspects(model, loss_fn, [(x, y)]).score_names == ("margin",)
+    found = sw.suspects(model, loss_fn, [(x, y)], score=["margin", "el2n"])
+    assert found.score_names == ("margin", "el2n") == tuple(found.scores)
+    places = zip(*(ranks(found.scores[name].tolist()) for name in found.score_names), strict=True)
     assert found.score.tolist() == pytest.approx([sum(both) / 2 for both in places])
 
 
@@ -79,16 +79,16 @@ def test_only_requested_scores_are_computed():
     """A regression has neither logits nor classes."""
     model = nn.Linear(3, 1)
     x = torch.randn(6, 3)
-    found = sw.suspects(model, lambda m, b: (m(b["x"])[:, 0] - b["y"]) ** 2, [{"x": x, "y": x[:, 0]}], by="norm")
+    found = sw.suspects(model, lambda m, b: (m(b["x"])[:, 0] - b["y"]) ** 2, [{"x": x, "y": x[:, 0]}], score="norm")
     assert list(found.scores) == ["norm"]
 
 
 def test_runs_in_evaluation_mode_and_restores_the_mode():
     model, x, y = make()
     dropping = nn.Sequential(*model[:2], nn.Dropout(0.9), model[2])
-    found = sw.suspects(dropping, loss_fn, [(x, y)], by=ALL)
+    found = sw.suspects(dropping, loss_fn, [(x, y)], score=ALL)
     assert all(module.training for module in dropping)
-    assert torch.equal(found.score, sw.suspects(model, loss_fn, [(x, y)], by=ALL).score)
+    assert torch.equal(found.score, sw.suspects(model, loss_fn, [(x, y)], score=ALL).score)
 
 
 def test_wrong_labels_come_first():
@@ -101,20 +101,20 @@ def test_wrong_labels_come_first():
     step = sw.Step(model, sw.sgd(0.1), loss_fn)
     for _ in range(20):
         step((x, y))
-    for by in (None, *ALL):
-        assert sorted(sw.suspects(model, loss_fn, [(x, y)], by=by).top(3).tolist()) == wrong, by
+    for score in (None, *ALL):
+        assert sorted(sw.suspects(model, loss_fn, [(x, y)], score=score).top(3).tolist()) == wrong, score
 
 
 def test_ids_labels_and_logits_as_keys_or_functions():
     model, x, y = make()
-    whole = sw.suspects(model, loss_fn, [(x, y)], by="agreement", also=ALL)
+    whole = sw.suspects(model, loss_fn, [(x, y)], score="agreement", also=ALL)
     order = torch.randperm(12)
     batch = {"inputs": x[order], "label": y[order], "id": 100 + order}
     found = sw.suspects(
         model,
         lambda m, b: loss_fn(m, (b["inputs"], b["label"])),
         [batch],
-        by="agreement",
+        score="agreement",
         also=ALL,
         logits=lambda m, b: m(b["inputs"]),
         labels="label",
@@ -139,8 +139,8 @@ class Shuffled:
 def test_checkpoints_of_a_loader_that_shuffles_are_matched_by_id():
     model, x, y = make()
     checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
-    still = sw.suspects(model, loss_fn, batches(x, y, 5), by="loss", checkpoints=checkpoints)
-    found = sw.suspects(model, loss_fn, Shuffled(x, y), by="loss", checkpoints=checkpoints, ids=2)
+    still = sw.suspects(model, loss_fn, batches(x, y, 5), score="loss", checkpoints=checkpoints)
+    found = sw.suspects(model, loss_fn, Shuffled(x, y), score="loss", checkpoints=checkpoints, ids=2)
     torch.testing.assert_close(found.score[found.ids.argsort()], still.score)
 
 
@@ -181,21 +181,21 @@ def test_ids_that_repeat_cannot_be_matched_in_another_order():
     model, x, y = make()
     checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
     same = [(x, y, torch.zeros(12, dtype=torch.int64))]
-    assert len(sw.suspects(model, loss_fn, same, by="loss", checkpoints=checkpoints, ids=2)) == 12  # by position
+    assert len(sw.suspects(model, loss_fn, same, score="loss", checkpoints=checkpoints, ids=2)) == 12  # by position
 
     with pytest.raises(ValueError, match="a unique id if the order changes between passes; found 6 ids of 12 samples"):
-        sw.suspects(model, loss_fn, Shuffled(x, y), by="loss", checkpoints=checkpoints, ids=lambda batch: batch[2] // 2)
+        sw.suspects(model, loss_fn, Shuffled(x, y), score="loss", checkpoints=checkpoints, ids=lambda b: b[2] // 2)
 
 
 def test_agreement_of_a_class_of_one_and_of_a_zero_gradient_is_0():
     model, x, _ = make()
-    found = sw.suspects(model, loss_fn, [(x[:3], torch.tensor([0, 0, 1]))], by="agreement")
+    found = sw.suspects(model, loss_fn, [(x[:3], torch.tensor([0, 0, 1]))], score="agreement")
     assert found.score[2] == 0
 
     def none_for_the_first(m, batch):
         return loss_fn(m, batch) * torch.tensor([0.0, 1.0, 1.0])
 
-    found = sw.suspects(model, none_for_the_first, [(x[:3], torch.zeros(3, dtype=torch.int64))], by="agreement")
+    found = sw.suspects(model, none_for_the_first, [(x[:3], torch.zeros(3, dtype=torch.int64))], score="agreement")
     assert found.score[0] == 0
     assert found.score[1].item() == pytest.approx(found.score[2].item()) != 0
 
@@ -204,7 +204,7 @@ def test_agreement_of_a_class_of_one_ignores_rounding():
     model, x, _ = make(n=30)
     batches_of_one = [(x[i : i + 3].float(), torch.tensor([0, 0, 1])) for i in range(27)]
     for batch in batches_of_one:
-        assert sw.suspects(model.float(), loss_fn, [batch], by="agreement").score[2] == 0
+        assert sw.suspects(model.float(), loss_fn, [batch], score="agreement").score[2] == 0
 
 
 def test_the_last_layer_is_the_module_of_the_last_parameter():
@@ -246,12 +246,12 @@ def test_visits_are_averaged_by_sample():
         "margin": [2, -3, -5],
         "self_influence": [5, 4, 1],
     }
-    assert found.by == ("margin",)
+    assert found.score_names == ("margin",)
     assert found.top(2).tolist() == [7, 3]
 
 
 @pytest.mark.parametrize(
-    ("columns", "by"),
+    ("columns", "names"),
     [
         ("loss norm", ("loss",)),
         ("norm margin", ("margin",)),
@@ -260,8 +260,8 @@ def test_visits_are_averaged_by_sample():
         ("margin loss", ("margin",)),
     ],
 )
-def test_default_score_of_a_table(columns, by):
-    assert sw.suspects({name: VISITS[name] for name in ("id", *columns.split())}).by == by
+def test_default_score_of_a_table(columns, names):
+    assert sw.suspects({name: VISITS[name] for name in ("id", *columns.split())}).score_names == names
 
 
 def test_a_self_influence_column_replaces_the_squared_norm():
@@ -285,8 +285,8 @@ def test_losses_and_norms_of_a_table_are_divided_by_counts():
 def test_losses_of_a_model_are_divided_by_counts():
     model, x, y = make()
     counts = torch.arange(len(y)) % 4
-    by_count = sw.suspects(model, lambda m, b: (loss_fn(m, b), counts), [(x, y)], by="loss", also=["norm"])
-    plain = sw.suspects(model, loss_fn, [(x, y)], by="loss", also=["norm"])
+    by_count = sw.suspects(model, lambda m, b: (loss_fn(m, b), counts), [(x, y)], score="loss", also=["norm"])
+    plain = sw.suspects(model, loss_fn, [(x, y)], score="loss", also=["norm"])
     for name in ("loss", "norm"):
         assert torch.allclose(by_count.scores[name], plain.scores[name] / counts.clamp(min=1))
 
@@ -300,16 +300,17 @@ def test_samples_without_a_finite_score_are_listed():
 
 def test_visits_that_are_not_finite_are_left_out():
     found = sw.suspects({"id": ["a", "b", "a", "c"], "loss": [1.0, 2.0, math.inf, math.nan], "norm": [math.nan] * 4})
-    assert (found.ids, found.score.tolist(), found.by) == (["a", "b"], [1, 2], ("loss",))
+    assert (found.ids, found.score.tolist(), found.score_names) == (["a", "b"], [1, 2], ("loss",))
     assert found.top(1) == ["b"]
     assert str(found).splitlines()[3].split() == ["b", "2"]
 
 
 def test_a_missing_score_gets_the_middle_rank():
     table = {"id": [0, 1, 2], "loss": [1.0, 2.0, 3.0], "norm": [math.nan, 1.0, 2.0]}
-    found = sw.suspects(table, by=["loss", "norm"])
+    found = sw.suspects(table, score=["loss", "norm"])
     assert found.score.tolist() == [0.25, 0.25, 1]
-    assert sw.suspects({"id": [0, 1], "loss": [1.0, 2.0], "norm": [math.nan, 1.0]}, by="norm").top(2).tolist() == [1, 0]
+    table = {"id": [0, 1], "loss": [1.0, 2.0], "norm": [math.nan, 1.0]}
+    assert sw.suspects(table, score="norm").top(2).tolist() == [1, 0]
 
 
 def test_suspects_of_a_ledger(tmp_path):
@@ -320,8 +321,8 @@ def test_suspects_of_a_ledger(tmp_path):
     ledger.listen(step)
     losses = [(update.losses, ledger.add(update))[0] for update in step.over(batches)]
     ledger.flush()
-    found = sw.suspects(sw.read_ledger(tmp_path), by="loss")
-    assert torch.equal(sw.suspects(tmp_path, by="loss").score, found.score)
+    found = sw.suspects(sw.read_ledger(tmp_path), score="loss")
+    assert torch.equal(sw.suspects(tmp_path, score="loss").score, found.score)
     assert found.ids.tolist() == list(range(len(y)))
     torch.testing.assert_close(found.score, losses[0].float().double())  # the second visits are NaN
 
@@ -371,17 +372,17 @@ def test_checkpoints_must_be_copies():
 def test_bad_arguments():
     model, x, y = make()
     with pytest.raises(ValueError, match=r"a score must be one of loss, margin, .*; found 'aum'"):
-        sw.suspects(model, loss_fn, [(x, y)], by="aum")
+        sw.suspects(model, loss_fn, [(x, y)], score="aum")
     with pytest.raises(
         ValueError, match=r"one of loss, .*; found 'agreement'\. A table has .* return losses, {'margin'"
     ):
-        sw.suspects(VISITS, by="agreement")
+        sw.suspects(VISITS, score="agreement")
     with pytest.raises(ValueError, match=r"found 'self-influence'\. Did you mean 'self_influence'\?"):
-        sw.suspects(VISITS, by="self-influence")
+        sw.suspects(VISITS, score="self-influence")
     with pytest.raises(TypeError, match="a model, a loss function and a loader, or a table of visits; found a model"):
         sw.suspects(model)
     with pytest.raises(ValueError, match="iterated more than once; found an iterator"):
-        sw.suspects(model, loss_fn, iter([(x, y)]), by="agreement")
+        sw.suspects(model, loss_fn, iter([(x, y)]), score="agreement")
     with pytest.raises(ValueError, match=r"logits must have shape \(12, classes\).*found \(12,\)"):
         sw.suspects(model, loss_fn, [(x, y)], logits=lambda m, b: m(b[0])[:, 0])
     with pytest.raises(ValueError, match=r"labels must be integers, .*\(12,\); found torch.float64 of shape \(12,"):
@@ -415,4 +416,4 @@ def test_a_loader_whose_samples_change_between_passes():
 
     checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
     with pytest.raises(ValueError, match="every pass over the loader must yield the same samples; found other ids"):
-        sw.suspects(model, loss_fn, Other(), by="loss", checkpoints=checkpoints, ids=2)
+        sw.suspects(model, loss_fn, Other(), score="loss", checkpoints=checkpoints, ids=2)

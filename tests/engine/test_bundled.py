@@ -170,7 +170,7 @@ def test_gradients_accumulate_in_place(net):
     g = sw.gradients(losses_of(net), net)
     weights = torch.linspace(0, 1, 5).double()
     for _ in range(2):
-        g.backward(weights)
+        g.backward(weights, retain_graph=True)
     for name, total in expected_sums(net, weights).items():
         torch.testing.assert_close(net.get_parameter(name).grad, 2 * total)
     net.zero_grad(set_to_none=False)

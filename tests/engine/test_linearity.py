@@ -145,7 +145,7 @@ def test_linear_changes_are_part_of_the_gradient(change, place, strategy):
 
 def assert_backward_as_loop(g, losses, model, weights):
     model.zero_grad()
-    g.backward(weights)
+    g.backward(weights, retain_graph=True)
     for name, rows in rows_by_loop(losses, model).items():
         torch.testing.assert_close(model.get_parameter(name).grad, torch.tensordot(weights, rows, 1))
 

@@ -87,7 +87,7 @@ def test_every_quantity(B, strategy):
         close(g[B - 1][name], part[B - 1])
         close(g.sum(torch.from_numpy(weights))[name], np.tensordot(weights, part, 1))
         close(g.mean()[name], part.mean(0))
-        close(g.second_moment()[name], (part**2).sum(0))
+        close(g.sum_of_squares()[name], (part**2).sum(0))
         if B > 1:
             close(g.variance()[name], part.var(0, ddof=1))
 

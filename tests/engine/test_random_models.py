@@ -22,7 +22,7 @@ ALL_BUT_PAIRS = (
     "dot",
     "gram",
     "weighted sum",
-    "second moment",
+    "sum of squares",
     "variance",
     "full",
     "by sample",

@@ -13,7 +13,7 @@ QUESTIONS = {
     "full": lambda g: g.full(),
     "gram": lambda g: g.gram(),
     "dot": lambda g: g.dot({n: torch.ones_like(p) for n, p in g._parameters.items()}),
-    "second_moment": lambda g: g.second_moment(),
+    "sum_of_squares": lambda g: g.sum_of_squares(),
     "variance": lambda g: g.variance(),
     "project": lambda g: g.project(4),
     "backward": lambda g: g.backward(),

@@ -22,7 +22,7 @@ QUESTIONS = {
     "gram": lambda g, p: g.gram(),
     "sum": lambda g, p: g.sum(p.weights),
     "mean": lambda g, p: g.mean(),
-    "second moment": lambda g, p: g.second_moment(),
+    "sum of squares": lambda g, p: g.sum_of_squares(),
     "variance": lambda g, p: g.variance(),
     "project": lambda g, p: g.project(4),
     "full": lambda g, p: g.full(),

@@ -15,7 +15,7 @@ from samplewise.testing.compare import QUANTITIES, SECOND_ORDER, as_dict, assert
 from samplewise.testing.oracle import rows_of, wanted
 
 TWICE_DIFFERENTIABLE = [case for case in INDEPENDENT if case.traits.second_order]
-ASKED = ("norms", "dot", "gram", "weighted sum", "second moment", "full")
+ASKED = ("norms", "dot", "gram", "weighted sum", "sum of squares", "full")
 
 
 def slope_of(quantity, parameters):

@@ -13,10 +13,10 @@ def asked(wrap):
     model = DistributedDataParallel(net()) if wrap else net()
     mine = own_batches(17)[0]
     g = sw.gradients(loss_fn(model, mine), model)
-    total = g.sum(reduce=True)
+    total = g.sum(all_reduce=True)
     with pytest.raises(sw.ParameterError, match="the sum over ranks is not differentiable; found create_graph=True"):
-        sw.gradients(loss_fn(model, mine), model, create_graph=True).sum(reduce=True)
-    return g.names, g.norms(), g.sum(), total, g.mean(reduce=True)
+        sw.gradients(loss_fn(model, mine), model, create_graph=True).sum(all_reduce=True)
+    return g.names, g.norms(), g.sum(), total, g.mean(all_reduce=True)
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -36,8 +36,8 @@ def test_sums_of_all_ranks_and_numbers_of_ones_own(three, wrap):
 def test_one_process_is_all_there_are():
     model = net()
     g = sw.gradients(loss_fn(model, data()), model)
-    torch.testing.assert_close(g.sum(reduce=True), g.sum())
-    torch.testing.assert_close(g.mean(reduce=True), g.mean())
+    torch.testing.assert_close(g.sum(all_reduce=True), g.sum())
+    torch.testing.assert_close(g.mean(all_reduce=True), g.mean())
 
 
 def backward(what):
@@ -61,7 +61,7 @@ def backward(what):
 def test_backward_past_a_reducer_is_refused(two, what):
     message = (
         "DistributedError: gradients of a DistributedDataParallel must be summed over ranks; found g.backward(), "
-        "which bypasses its reducer. Use sw.backward, sw.Step, or p.grad = g.sum(reduce=True)[name] / number of "
+        "which bypasses its reducer. Use sw.backward, sw.Step, or p.grad = g.sum(all_reduce=True)[name] / number of "
         "samples."
     )
     assert two.errors(backward, what) == [message] * 2

@@ -44,7 +44,10 @@ REFUSED = {
     "weight": ([soft], rf"{RULE} its last transform.*; found weight\(soft\) at its end. Put sw.clip\(C\) last"),
     "weight after": ([sw.clip(1.0), soft], r"its last transform.*; found weight\(soft\) at its end"),
     "clip before group": ([sw.clip(1.0), sw.group("user")], "its last transform.*; found none"),
-    "per count": ([sw.clip(1.0, per="count")], r"its last transform.*; found clip\(1.0, per='count'\) at its end"),
+    "per count": (
+        [sw.clip(1.0, per_count=True)],
+        r"its last transform.*; found clip\(1.0, per_count=True\) at",
+    ),
     "drop": ([sw.drop(quantile=0.5), sw.clip(1.0)], f"{RULE} the weight of a sample depends on this sample alone"),
     "drop after": ([sw.clip(1.0), sw.drop(quantile=0.5)], "depends on this sample alone; found drop"),
     "mean": ([sw.normalize("mean"), sw.clip(1.0)], "compares a sample with the others of its window"),

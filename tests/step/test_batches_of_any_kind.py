@@ -200,7 +200,7 @@ def test_taken_whole(make, transforms):
 
 @WHOLE
 def test_taken_whole_by_a_transform_of_the_window(make):
-    model, step = make_step(of_graphs, transforms=sw.drop(largest=1, by="losses"))
+    model, step = make_step(of_graphs, transforms=sw.drop(largest=1, score="losses"))
     (update,) = step.over([make([0, 1, 2, 3])])
     assert update.samples == 4
     largest = int(update.losses.argmax())

@@ -301,7 +301,7 @@ def test_batch_norm_with_transforms_is_refused(chain, microbatch):
 BY_LOSS = {
     "weight": [sw.weight(lambda losses: torch.exp(-losses))],
     "weights": [sw.weight(torch.linspace(0.5, 1.5, 8))],
-    "drop": [sw.drop(largest=1, by="losses")],
+    "drop": [sw.drop(largest=1, score="losses")],
 }
 by_loss = pytest.mark.parametrize("chain", BY_LOSS.values(), ids=BY_LOSS)
 
@@ -767,10 +767,10 @@ def test_every_weight_is_small():
 
 def test_every_weight_is_small_because_losses_are_sums():
     (word,) = train(autoencoder(), summed, transforms=[sw.clip(1.0)])
-    remedy = "The loss of a sample is a sum over 60 counts on average: sw.clip(C, per='count') bounds the gradient of"
+    remedy = "The loss of a sample is a sum over 60 counts on average: sw.clip(C, per_count=True) bounds the gradient"
     assert remedy in word
-    assert train(autoencoder(), summed, transforms=[sw.clip(5.0, per="count")]) == []
-    (word,) = train(autoencoder(), summed, transforms=[sw.clip(1e-3, per="count")])
+    assert train(autoencoder(), summed, transforms=[sw.clip(5.0, per_count=True)]) == []
+    (word,) = train(autoencoder(), summed, transforms=[sw.clip(1e-3, per_count=True)])
     assert "every weight" in word
     assert "counts on average" not in word
 

@@ -177,7 +177,7 @@ CASES = {
     "weight tensor, group, clip": (sw.chain(sw.weight(TABLE), BY, sw.clip(11.0)), weigh_by_place, clip_groups),
     "weight, group, drop": (sw.chain(sw.weight("w", renormalize=True), BY, sw.drop(largest=1)), weigh, drop_a_group),
     "drop, group, clip by parameter": (
-        sw.chain(sw.drop(largest=2, by="losses"), BY, sw.clip(3.0, by="parameter")),
+        sw.chain(sw.drop(largest=2, score="losses"), BY, sw.clip(3.0, by="parameter")),
         drop_two_samples,
         clip_parts_of_groups,
     ),

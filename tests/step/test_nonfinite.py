@@ -624,7 +624,7 @@ def test_counts_below_zero(options):
 
 COUNTED_CHAINS = {
     **CHAINS,
-    "per count": [sw.clip(0.1, per="count")],
+    "per count": [sw.clip(0.1, per_count=True)],
     "renormalize": [sw.weight(lambda losses: torch.ones_like(losses), renormalize=True)],
 }
 

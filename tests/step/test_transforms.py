@@ -147,7 +147,7 @@ def weigh_then_parts(window):
 
 
 def align_after_weight(window):
-    """chain(weight(-1 or 1), align(by="dot"), normalize())"""
+    """chain(weight(-1 or 1), align(kind="dot"), normalize())"""
     sign = torch.where(window.batch["w"] < 0.5, -1.0, 1.0).double()
     dots = (sign * window.dots(REFERENCE)).clamp(min=0)
     left = dots * window.norms
@@ -189,7 +189,7 @@ CASES = {
         sw.drop(quantile=0.6),
         over_shares(lambda w: kept(w.norms, above=float(torch.quantile(w.norms, 0.6)))),
     ),
-    "drop by losses": (sw.drop(smallest=1, by="losses"), over_shares(lambda w: kept(w.losses, smallest=1))),
+    "drop by losses": (sw.drop(smallest=1, score="losses"), over_shares(lambda w: kept(w.losses, smallest=1))),
     "normalize": (sw.normalize(), over_counts(lambda w: 1 / w.norms)),
     "normalize 2": (sw.normalize(2.0), over_counts(lambda w: 2 / w.norms)),
     "normalize mean": (sw.normalize("mean"), over_counts(lambda w: w.norms.mean() / w.norms)),
@@ -197,7 +197,7 @@ CASES = {
         sw.align(REFERENCE),
         over_counts(lambda w: (w.dots(REFERENCE) / w.norms / LENGTH).clamp(min=0)),
     ),
-    "align by dot": (sw.align(REFERENCE, by="dot"), over_counts(lambda w: w.dots(REFERENCE).clamp(min=0))),
+    "align by dot": (sw.align(REFERENCE, kind="dot"), over_counts(lambda w: w.dots(REFERENCE).clamp(min=0))),
     "align, renormalize": (
         sw.align(REFERENCE, renormalize=True),
         over_shares(lambda w: (w.dots(REFERENCE) / w.norms / LENGTH).clamp(min=0)),
@@ -216,7 +216,7 @@ CASES = {
     ),
     "weight, clip by parameter": (sw.chain(sw.weight("w"), sw.clip(2.0, by="parameter")), weigh_then_parts),
     "weight, align, normalize": (
-        sw.chain(signs, sw.align(REFERENCE, by="dot"), sw.normalize()),
+        sw.chain(signs, sw.align(REFERENCE, kind="dot"), sw.normalize()),
         align_after_weight,
     ),
 }
@@ -470,22 +470,21 @@ def test_a_reference_may_be_made_by_backward(shape):
         return window.dots(mean).clamp(min=0), len(window.losses)
 
     batch, samples, microbatch = shape
-    sw.Step(
-        ours, sw.sgd(0.01 * LR), squared, samples, microbatch=microbatch, transforms=sw.align(reference, by="dot")
-    ).run(cut(DATA, batch))
+    aligned = sw.align(reference, kind="dot")
+    sw.Step(ours, sw.sgd(0.01 * LR), squared, samples, microbatch=microbatch, transforms=aligned).run(cut(DATA, batch))
     list(loop(theirs, squared, windows(*shape), lambda w: (0.01 * dot(w)[0], dot(w)[1])))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
-@pytest.mark.parametrize("by", ["cosine", "dot"])
-def test_samples_that_point_away_get_nothing(by):
+@pytest.mark.parametrize("kind", ["cosine", "dot"])
+def test_samples_that_point_away_get_nothing(kind):
     window = one_by_one(mlp(), squared, DATA)
     towards = {name: g[5] for name, g in window.grads.items()}
-    (update,) = sw.Step(mlp(), sw.sgd(LR), squared, None, microbatch=4, transforms=sw.align(towards, by=by))(DATA)
+    (update,) = sw.Step(mlp(), sw.sgd(LR), squared, None, microbatch=4, transforms=sw.align(towards, kind=kind))(DATA)
     away = window.dots(towards) < 0
     assert 0 < int(away.sum()) < 13
     assert torch.equal(update.weights == 0, away)
-    if by == "cosine":
+    if kind == "cosine":
         assert float(update.weights[5]) == pytest.approx(1.0, rel=1e-10)
 
 

@@ -81,7 +81,7 @@ def test_nothing():
 def test_nothing_is_computed_in_vain():
     assert sw.chain(soft).samples.needs == {"losses"}
     assert not sw.chain(soft).window
-    assert sw.chain(soft, sw.drop(largest=1, by="losses")).samples.needs == {"losses"}
+    assert sw.chain(soft, sw.drop(largest=1, score="losses")).samples.needs == {"losses"}
     assert sw.chain(soft, sw.drop(largest=1)).window
     assert sw.chain(sw.group("user"), sw.clip(1.0)).samples.needs == frozenset()
 
@@ -169,13 +169,13 @@ def test_coefficients_by_parameter_go_on_by_parameter():
         (sw.chain(sw.normalize(), soft_by_norm), "(Σ c2·c1·g) / Σ count\nc1 = 1/‖g‖\nc2 = soft_by_norm(loss, ‖c1·g‖)"),
         (sw.chain(sw.normalize("mean")), "(Σ c1·g) / Σ count\nc1 = mean‖g‖/‖g‖"),
         (sw.chain(sw.align({})), "(Σ c1·g) / Σ count\nc1 = max(0, ⟨g, r⟩/‖g‖‖r‖)"),
-        (sw.chain(sw.align({}, by="dot")), "(Σ c1·g) / Σ count\nc1 = max(0, ⟨g, r⟩)"),
+        (sw.chain(sw.align({}, kind="dot")), "(Σ c1·g) / Σ count\nc1 = max(0, ⟨g, r⟩)"),
         (sw.chain(sw.weight(torch.ones(3))), "(Σ c1·g) / Σ count\nc1 = w[tensor of 3]"),
         (sw.chain(sw.weight(torch.ones(3), index="i")), "(Σ c1·g) / Σ count\nc1 = w[tensor of 3, index='i']"),
         (sw.chain(lambda batch: batch["w"]), "(Σ c1·g) / Σ count\nc1 = w[function]"),
         (
-            sw.chain(sw.drop(quantile=0.9, by="losses")),
-            "(Σ c1·g) / Σ c1·count\nc1 = [loss kept by quantile=0.9, by='losses']",
+            sw.chain(sw.drop(quantile=0.9, score="losses")),
+            "(Σ c1·g) / Σ c1·count\nc1 = [loss kept by quantile=0.9, score='losses']",
         ),
     ],
     ids=repr,
@@ -210,14 +210,14 @@ def by_team(batch):
         (sw.weight(torch.ones(3), index="i", renormalize=True), "weight(tensor of 3, index='i', renormalize=True)"),
         (sw.drop(largest=1), "drop(largest=1)"),
         (
-            sw.drop(largest=1, smallest=2, quantile=0.9, by="losses"),
-            "drop(largest=1, smallest=2, quantile=0.9, by='losses')",
+            sw.drop(largest=1, smallest=2, quantile=0.9, score="losses"),
+            "drop(largest=1, smallest=2, quantile=0.9, score='losses')",
         ),
         (sw.normalize(), "normalize()"),
         (sw.normalize(2.0), "normalize(2.0)"),
         (sw.normalize("mean"), "normalize('mean')"),
         (sw.align({}), "align(reference)"),
-        (sw.align({}, by="dot", renormalize=True), "align(reference, by='dot', renormalize=True)"),
+        (sw.align({}, kind="dot", renormalize=True), "align(reference, kind='dot', renormalize=True)"),
         (sw.group("user"), "group('user')"),
         (sw.group(by_team), "group(by_team)"),
         (sw.group(lambda batch: batch), "group(function)"),

@@ -76,9 +76,9 @@ def test_clip_after_a_negative_weight():
         (lambda: sw.drop(smallest=0.5), "smallest must be an integer number of samples, 0 or more; found 0.5"),
         (lambda: sw.drop(quantile=1.0), "quantile must lie between 0 and 1; found 1.0"),
         (lambda: sw.drop(quantile=0.0), "quantile must lie between 0 and 1; found 0.0"),
-        (lambda: sw.drop(largest=1, by="counts"), "by must be 'norms' or 'losses'; found 'counts'"),
+        (lambda: sw.drop(largest=1, score="counts"), "score must be 'norms' or 'losses'; found 'counts'"),
         (lambda: sw.noise(-0.1), "std must be zero or positive; found -0.1"),
-        (lambda: sw.align({}, by="angle"), "by must be 'cosine' or 'dot'; found 'angle'"),
+        (lambda: sw.align({}, kind="angle"), "kind must be 'cosine' or 'dot'; found 'angle'"),
         (lambda: sw.align(3), "reference must be a dict name -> tensor, or a function that returns one; found int"),
     ],
 )
@@ -133,7 +133,7 @@ def test_drop_of_a_quantile_and_the_smallest():
 
 
 def test_drop_by_losses():
-    exactly(sw.drop(largest=1, by="losses")(given(1.0, 2.0, 3.0, losses=(9.0, 1.0, 2.0))), 0, 1, 1)
+    exactly(sw.drop(largest=1, score="losses")(given(1.0, 2.0, 3.0, losses=(9.0, 1.0, 2.0))), 0, 1, 1)
 
 
 def test_what_was_dropped_before_is_the_smallest():
@@ -151,13 +151,13 @@ def with_dots(transform, norms, dots):
 
 
 def test_align_by_cosine_and_by_dot():
-    by_cosine, by_dot = sw.align({}), sw.align({}, by="dot")
+    by_cosine, by_dot = sw.align({}), sw.align({}, kind="dot")
     exactly(by_cosine(with_dots(by_cosine, (2.0, 2.0, 0.0), (1.0, -1.0, 0.0))), 0.5, 0, 0)
     exactly(by_dot(with_dots(by_dot, (2.0, 2.0, 0.0), (1.0, -1.0, 0.0))), 1, 0, 0)
 
 
 def test_align_does_not_compute_norms_in_vain():
-    assert sw.align({}, by="dot").needs == frozenset()
+    assert sw.align({}, kind="dot").needs == frozenset()
     assert sw.align({}).needs == {"norms"}
 
 

@@ -16,6 +16,13 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.gradient(losses, model)  # wrong
     g.norms().keys()  # wrong
     g.norms(by="parameter").mean()  # wrong
+    g.norms(by="layer")  # wrong
+    sw.gradients(losses, model, strategy="fast")  # wrong
+    sw.gradients(losses, model, interacting=True)  # wrong
+    sw.clip(1.0, mode="smooth")  # wrong
+    sw.drop(1, score="loss")  # wrong
+    sw.align({}, kind="angle")  # wrong
+    sw.signal_to_noise(g, by="module")  # wrong
     g.sum().norm()  # wrong
     print(g[3].shape)  # wrong
     step.sampels = 3  # wrong

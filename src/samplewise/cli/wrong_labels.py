@@ -82,7 +82,7 @@ def show_ledger(visits: Any) -> None:
 
 
 def show_suspects(suspects: Any, y: Tensor, wrong: Tensor) -> None:
-    print(f"\nMost suspicious samples by mean {' and '.join(suspects.by)} over all visits")
+    print(f"\nMost suspicious samples by mean {' and '.join(suspects.score_names)} over all visits")
     print("  sample  label   loss   norm  margin")
     for row in suspects.order[:8].tolist():
         i = int(suspects.ids[row])

@@ -72,6 +72,10 @@ class HeldTensor:
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self._release = release
 
+    def free(self) -> None:
+        """Drop the tensor: unpacking it is an error from now on."""
+        del self.tensor
+
     def __del__(self) -> None:
         self._release()
 

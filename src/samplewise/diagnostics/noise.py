@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ def noise_scale(g: Gradients) -> Noise:
     return _noise(g.norms(), _norm(g.mean()))
 
 
-def signal_to_noise(g: Gradients, by: str = "parameter") -> dict[str, float]:
+def signal_to_noise(g: Gradients, *, by: Literal["parameter", "layer"] = "parameter") -> dict[str, float]:
     """Signal-to-noise ratios: name -> |G|² / tr Σ of each parameter, or of each module with by="layer".
 
     The ratio is the inverse of the noise scale of that part of the gradient, and may be negative like it.

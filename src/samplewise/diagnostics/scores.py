@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from samplewise.core.predictions import margins
 from samplewise.engine.gradients import Gradients
+
+Score = Literal["loss", "margin", "el2n", "norm", "last_norm", "self_influence", "agreement"]
 
 
 def el2n(logits: Tensor, labels: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class ScoreInputs:
             description = f"{labels.dtype} of shape {tuple(labels.shape)}"
             raise ValueError(
                 f"labels must be integers, one per sample, ({len(self.g)},); found {description}. Pass labels=, the "
-                "key of the labels or a function of the batch, or rank by='loss', which needs no labels."
+                "key of the labels or a function of the batch, or pass score='loss', which needs no labels."
             )
         return labels.long()
 
@@ -98,7 +100,7 @@ class ScoreInputs:
         if logits.dim() != 2 or len(logits) != len(self.g) or logits.shape[1] < 2:
             raise ValueError(
                 f"logits must have shape ({len(self.g)}, classes) with at least two classes; found "
-                f"{tuple(logits.shape)}. Pass logits=, a function of (model, batch), or rank by='loss', which needs "
+                f"{tuple(logits.shape)}. Pass logits=, a function of (model, batch), or pass score='loss', which needs "
                 "no logits."
             )
         self._check_classes(logits.shape[1])
@@ -109,7 +111,7 @@ class ScoreInputs:
         if len(invalid):
             raise ValueError(
                 f"labels must be class indices, 0 to {classes - 1} for {classes} logits; found {invalid[0].item()}. "
-                "Remove such samples, or rank by='loss', which needs no labels."
+                "Remove such samples, or pass score='loss', which needs no labels."
             )
 
     def last_norms(self) -> Tensor:

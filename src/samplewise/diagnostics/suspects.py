@@ -15,7 +15,7 @@ from samplewise.core.constants import same_constants
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import did_you_mean, plural, render
-from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, ScoreInputs
+from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, Score, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
 from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
@@ -34,17 +34,17 @@ Ids = list[Any]  # integers or strings
 class Suspects:
     """Samples with their suspicion scores.
 
-    ids      (N,) ids of the samples, in the order of the data; a list if they are strings
-    score    (N,) score of the ranking; higher is more suspicious
-    scores   name -> (N,), the individual scores; higher is more suspicious
-    by       names of the scores that `score` is computed from
-    unknown  ids of samples that are not ranked, because a table of visits has no finite score of them
+    ids          (N,) ids of the samples, in the order of the data; a list if they are strings
+    score        (N,) score of the ranking; higher is more suspicious
+    scores       name -> (N,), the individual scores; higher is more suspicious
+    score_names  names of the scores that `score` is computed from
+    unknown      ids of samples that are not ranked, because a table of visits has no finite score of them
     """
 
     ids: Tensor | Any  # Any: list[str]; a union of both would make every user check which it is
     score: Tensor
     scores: dict[str, Tensor]
-    by: tuple[str, ...]
+    score_names: tuple[str, ...]
     unknown: list[Any] = field(default_factory=list)
 
     @property
@@ -68,7 +68,7 @@ class Suspects:
             name = self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()
             rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
         unknown_note = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
-        title = f"most suspicious of {plural(len(self), 'sample')}, by {' and '.join(self.by)}{unknown_note}"
+        title = f"most suspicious of {plural(len(self), 'sample')}, by {' and '.join(self.score_names)}{unknown_note}"
         return render(("sample", *self.scores), rows, title)
 
 
@@ -77,8 +77,8 @@ def suspects(
     loss_fn: LossFn | None = None,
     loader: Iterable[Any] | None = None,
     *,
-    by: str | Sequence[str] | None = None,
-    also: Sequence[str] = (),
+    score: Score | Sequence[Score] | None = None,
+    also: Sequence[Score] = (),
     logits: Callable[[nn.Module, Any], Tensor] | None = None,
     labels: Key = 1,
     ids: Key | None = None,
@@ -95,7 +95,8 @@ def suspects(
     Samples of different lengths are compared by their means: if the loss function returns (losses, counts), or the
     table has a column count, the scores are those of loss / count.
 
-    by: name of a score, or several names, whose ranks are averaged; default margin, or loss for a table without margin
+    score: name of a score, or several names, whose ranks are averaged; default margin, or loss for a table without
+        margin
     also: names of more scores to compute
     logits: function of (model, batch); default model(batch[0])
     labels: of a batch: a key, an index or a function of the batch; default batch[1]
@@ -109,18 +110,18 @@ def suspects(
     if isinstance(source, (str, Path)):
         source = read_ledger(source)
     if not isinstance(source, nn.Module):
-        return _rank_visits(source, by)
+        return _rank_visits(source, score)
     if loss_fn is None or loader is None:
         raise TypeError(
             "suspects needs a model, a loss function and a loader, or a table of visits; found a model without loss "
             "function or loader. Pass both."
         )
-    names = list(dict.fromkeys([*_as_names(by or RECOMMENDED), *also]))
+    names = list(dict.fromkeys([*_as_names(score or RECOMMENDED), *also]))
     _check_names(names, SCORES)
     if ids is None:
         check_order(loader, "Pass ids=, or a loader with shuffle=False.")
     computation = _ScoreComputation(source, loss_fn, loader, names, microbatch, logits or _logits, labels, ids)
-    return _rank(*computation.compute(checkpoints), by or RECOMMENDED)
+    return _rank(*computation.compute(checkpoints), score or RECOMMENDED)
 
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
@@ -250,14 +251,14 @@ def _positions(ids: Ids, others: Ids) -> Tensor:
 # --- scores of a ledger ----------------------------------------------------------------------------------------------
 
 
-def _rank_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
+def _rank_visits(table: Any, ranked_by: str | Sequence[str] | None) -> Suspects:
     aggregator = VisitAggregator()
     aggregator.add(_as_pyarrow(table))
     visited = aggregator.samples()
     if not len(visited):
         raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
     scores = {name: _tensor(signed_scores(visited, name)) for name in visited.column_names if name in VISIT_SCORES}
-    names = _as_names(by or recommended_score(scores))
+    names = _as_names(ranked_by or recommended_score(scores))
     _check_names(names, scores, _RECORD_IT)
     ids = _as_ids(visited["id"].to_pylist())
     score = _tensor(suspicion(visited, names))
@@ -288,8 +289,8 @@ def _as_ids(ids: Ids) -> Tensor | list[str]:
     return ids if any(isinstance(sample_id, str) for sample_id in ids) else torch.tensor(ids)
 
 
-def _rank(ids: Ids, scores: dict[str, Tensor], by: str | Sequence[str]) -> Suspects:
-    names = _as_names(by)
+def _rank(ids: Ids, scores: dict[str, Tensor], ranked_by: str | Sequence[str]) -> Suspects:
+    names = _as_names(ranked_by)
     _check_names(names, scores)
     ranks_by_score = [_tensor(ranks(scores[name].tolist())) for name in names]
     score = scores[names[0]] if len(names) == 1 else torch.stack(ranks_by_score).mean(0)
@@ -300,8 +301,8 @@ def _tensor(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _as_names(by: str | Sequence[str]) -> tuple[str, ...]:
-    return (by,) if isinstance(by, str) else tuple(by)
+def _as_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _check_names(names: Iterable[str], known: Iterable[str], remedy: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import index
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from samplewise.engine.pending_checks import PendingChecks, collecting
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.profile import Profile, profile
 from samplewise.engine.projection import Projection
+from samplewise.engine.saved import free_saved
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
@@ -40,7 +41,8 @@ from samplewise.parallel.ddp import inner, refuse_replicas
 from samplewise.parallel.group import current_group
 from samplewise.parallel.sharded_parameters import is_sharded
 
-STRATEGIES = ("fused", "twice", "full", "reference")
+Strategy = Literal["fused", "twice", "full", "reference"]
+STRATEGIES = get_args(Strategy)
 
 
 def gradients(
@@ -49,8 +51,8 @@ def gradients(
     *,
     outputs: Outputs | None = None,
     create_graph: bool = False,
-    strategy: str | None = None,
-    interacting: str = "refuse",
+    strategy: Strategy | None = None,
+    interacting: Literal["refuse", "allow"] = "refuse",
 ) -> Gradients:
     """Per-sample gradients: the gradient of each element of `losses` with respect to the parameters.
 
@@ -112,8 +114,9 @@ def gradients_of_samples(
     interacting: str = "refuse",
 ) -> Gradients:
     """As `gradients`, with parameters that are resolved already."""
+    loss = losses
     if outputs is not None:
-        losses = parts_of_loss(losses, outputs, wanted.named)
+        losses = parts_of_loss(loss, outputs, wanted.named)
     elif isinstance(losses, Tensor) and losses.dim() == 0:
         raise LossesError(
             "losses must be 1-D, one value per sample; found a scalar. Compute them with reduction='none', without an "
@@ -122,7 +125,7 @@ def gradients_of_samples(
         )
     g = gradients_of(losses, wanted.named, wanted.modules, create_graph, strategy, interacting, wanted.sharded)
     g._own = True
-    g._of_scalar = outputs is not None
+    g._scalar_loss = None if outputs is None else loss
     return g
 
 
@@ -152,6 +155,22 @@ def gradients_of(
     return Gradients(evaluator, checks, settles=outside is None)
 
 
+def structure_hash(g: Gradients) -> int:
+    """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
+    return g._graph.structure.hash
+
+
+def is_planned(g: Gradients) -> bool:
+    """Look up the plan of such graphs; False if this graph must be analyzed, with possible errors and warnings."""
+    return g._evaluator.find_plan()
+
+
+def prepare(g: Gradients) -> Gradients:
+    """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns `g`."""
+    g._evaluator.analyze()
+    return g
+
+
 def project(g: Gradients, projection: Projection) -> Tensor:
     """Projection (B, dim) of each sample's gradient, as in `Gradients.project`."""
     g._settle()
@@ -172,6 +191,7 @@ def accumulate(
     soon as its `.grad` is complete; if a later sum is not finite, the earlier ones are then in `.grad` already.
     `apart`: use `PerSampleGrad.summed_apart`, and dense sums also of sparse gradients.
     """
+    g._evaluator.check_open()
     bounded = g._norms.bound_sums(weights)
     per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
     ordinary = g._sharded if apart else g._evaluator.strategy == "twice" or g._needs_autograd()
@@ -214,6 +234,20 @@ def accumulate(
             ready(g._parameters[name])
     g._settle()
     return None
+
+
+def free_graph(g: Gradients, call: str) -> None:
+    """Free the graph between the losses and the parameters of `g`, as a backward pass of torch does, and all gradients
+    that are kept. Later questions raise GraphError, which names `call`, the function that has freed the graph.
+    """
+    message = f"{call}() has freed the graph: ask before it, or use {call}(retain_graph=True)."
+    g._evaluator.close(message)
+    graphs = [g._graph]
+    if g._scalar_loss is not None:  # the graph of its parts does not contain what is above the outputs
+        with torch.enable_grad():
+            graphs.append(Graph(g._scalar_loss.view(1), g._parameters))
+    for graph in graphs:
+        free_saved([graph.nodes[at] for at in graph.reach.nodes], message)
 
 
 def track_terms(g: Gradients) -> None:
@@ -279,7 +313,7 @@ def time_profile(g: Gradients, forward: Callable[[], object] | None = None) -> P
 
 
 class Gradients:
-    """Per-sample gradients of a batch, computed on demand. Returned by `sw.gradients`.
+    """Per-sample gradients of a batch, computed on demand. Made by `sw.gradients`; do not call the constructor.
 
     `len(g)` is the number of samples B. `g[3]` is the gradient of sample 3, a dict name -> tensor; `g["fc.weight"]` is
     the gradient of all samples for one parameter, (B, *shape).
@@ -294,7 +328,7 @@ class Gradients:
         self._settles = settles  # False: the caller settles the checks
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
-        self._of_scalar = False  # True if the losses are parts of a scalar loss, which have no meaning as values
+        self._scalar_loss: Tensor | None = None  # the losses are parts of it, which have no meaning as values
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
         self._norms = Norms(evaluator, checks)
@@ -307,7 +341,7 @@ class Gradients:
     @property
     def losses(self) -> Tensor:
         """The losses (B,), detached from the graph."""
-        if self._of_scalar:
+        if self._scalar_loss is not None:
             raise LossesError(
                 "g.losses needs losses (B,); found a scalar loss with outputs, in which the losses of single samples "
                 "are not known. Compute them with reduction='none'."
@@ -317,27 +351,13 @@ class Gradients:
     def __len__(self) -> int:
         return self._graph.samples
 
-    @property
-    def structure_hash(self) -> int:
-        """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
-        return self._graph.structure.hash
-
-    def is_planned(self) -> bool:
-        """Look up the plan of such graphs; False if this graph must be analyzed, with possible errors and warnings."""
-        return self._evaluator.find_plan()
-
-    def prepare(self) -> Gradients:
-        """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
-        self._evaluator.analyze()
-        return self
-
     # --- numbers per sample ----------------------------------------------------------------------------------------
 
     @overload
-    def norms(self, by: None = None) -> Tensor: ...
+    def norms(self, *, by: None = None) -> Tensor: ...
     @overload
-    def norms(self, by: str) -> dict[str, Tensor]: ...
-    def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
+    def norms(self, *, by: Literal["parameter"]) -> dict[str, Tensor]: ...
+    def norms(self, *, by: Literal["parameter"] | None = None) -> Tensor | dict[str, Tensor]:
         """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,).
 
         For a scalar loss with outputs=, the norm of the sample's part of its gradient: multiply by the number of
@@ -348,10 +368,12 @@ class Gradients:
             return self._norms.by_parameter() if by == "parameter" else self._norms.of_samples()
 
     @overload
-    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: None = None) -> Tensor: ...
+    def dot(self, direction: Mapping[str, Tensor] | Gradients, *, by: None = None) -> Tensor: ...
     @overload
-    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: str) -> dict[str, Tensor]: ...
-    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: str | None = None) -> Tensor | dict[str, Tensor]:
+    def dot(self, direction: Mapping[str, Tensor] | Gradients, *, by: Literal["parameter"]) -> dict[str, Tensor]: ...
+    def dot(
+        self, direction: Mapping[str, Tensor] | Gradients, *, by: Literal["parameter"] | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """Inner product of each sample's gradient with a direction (name -> tensor of the parameter's shape), (B,).
 
         The direction may be another `Gradients` of the same parameters with the same number of samples: the result is
@@ -401,11 +423,13 @@ class Gradients:
             return {name: quantity(form, theirs[name]) for name, form in mine.items() if name in theirs}
 
     @overload
-    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, by: None = None) -> Tensor: ...
+    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: None = None) -> Tensor: ...
     @overload
-    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: str) -> dict[str, Tensor]: ...
     def gram(
-        self, other: Gradients | Mapping[str, Tensor] | None = None, by: str | None = None
+        self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: Literal["parameter"]
+    ) -> dict[str, Tensor]: ...
+    def gram(
+        self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: Literal["parameter"] | None = None
     ) -> Tensor | dict[str, Tensor]:
         """Inner products of the gradients of all pairs of samples, (B, B); with other samples (B, B2).
 
@@ -440,31 +464,27 @@ class Gradients:
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 
-    def sum(self, weights: Weights | None = None, reduce: bool = False) -> dict[str, Tensor]:
+    def sum(self, weights: Weights | None = None, *, all_reduce: bool = False) -> dict[str, Tensor]:
         """Weighted sum of per-sample gradients, name -> sum_i w_i g_i in the parameter's shape.
 
         weights: (B,), a number for all samples, or a dict name -> (B,) or number. Default: ones.
-        reduce: if True, sum over the samples of all ranks (all-reduce); each rank must call it. Default False.
+        all_reduce: if True, sum over the samples of all ranks; each rank must call it. Default False.
 
         Parameters that no loss depends on get zeros.
         """
         per_name = weights_by_name(weights, self.names, self._graph.losses, self._checks.add)
         sums = self._like_parameters(self._evaluate(lambda form, name: form.sum(per_name[name])))
-        return self._reduced(sums) if reduce else sums
+        return self._reduced(sums) if all_reduce else sums
 
-    def mean(self, reduce: bool = False) -> dict[str, Tensor]:
-        """Mean of per-sample gradients, name -> sum_i g_i / B; with reduce=True, over the samples of all ranks."""
-        sums = self.sum(reduce=reduce)
-        samples = current_group().all_reduce_scalars(len(self))[0] if reduce else len(self)
+    def mean(self, *, all_reduce: bool = False) -> dict[str, Tensor]:
+        """Mean of per-sample gradients, name -> sum_i g_i / B; with all_reduce=True, over the samples of all ranks."""
+        sums = self.sum(all_reduce=all_reduce)
+        samples = current_group().all_reduce_scalars(len(self))[0] if all_reduce else len(self)
         return {name: total / samples for name, total in sums.items()}
 
     def sum_of_squares(self) -> dict[str, Tensor]:
         """Sum of squared gradients, name -> sum_i g_i**2, element by element. `sw.fisher` is the mean over samples."""
         return self._like_parameters(self._evaluate(lambda form, _: form.sum_of_squares(None)))
-
-    def second_moment(self) -> dict[str, Tensor]:
-        """Another name of `sum_of_squares`: a sum over samples, not divided by B."""
-        return self.sum_of_squares()
 
     def variance(self) -> dict[str, Tensor]:
         """Unbiased variance over samples of each element, name -> sum_i (g_i - mean)**2 / (B - 1)."""
@@ -475,16 +495,16 @@ class Gradients:
             self._evaluate(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale)
         )
 
-    def backward(self, weights: Weights | None = None, retain_graph: bool = True) -> None:
+    def backward(self, weights: Weights | None = None, retain_graph: bool = False) -> None:
         """Accumulate the weighted sum sum_i w_i g_i into `.grad`, as Tensor.backward does.
 
         weights: (B,), a number for all samples, or a dict name -> (B,) or number. Default: ones.
-        retain_graph: if False, this must be the last call; strategy "twice" then frees the graph during the pass, for
-            the least memory. Default True.
+        retain_graph: if False (default), the graph is freed, as in torch, and with it all gradients that are kept:
+            other quantities must be computed before. Norms that were computed before can still be read. If True, a
+            later call of any method costs another backward pass.
 
-        Parameters that no loss depends on are left unchanged. Kept gradients are released: a later call of any method
-        costs another backward pass. For a model sharded with `fully_shard` this is an ordinary backward pass, in which
-        torch averages over the ranks.
+        Parameters that no loss depends on are left unchanged. For a model sharded with `fully_shard` this is an
+        ordinary backward pass, in which torch averages over the ranks.
         """
         if self._own:
             refuse_replicas(self._parameters.values())
@@ -494,6 +514,8 @@ class Gradients:
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
             )
         accumulate(self, weights, retain_graph)
+        if not retain_graph:
+            free_graph(self, "g.backward")
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -504,11 +526,11 @@ class Gradients:
         """
         return self[0 : len(self)]
 
-    def chunks(self, samples: int) -> Iterator[dict[str, Tensor]]:
-        """Iterate over `full` in chunks of `samples` samples; the last chunk may be smaller."""
-        if type(samples) is not int or samples < 1:
-            raise ValueError(f"samples must be a positive integer; found {samples!r}.")
-        return (self[start : start + samples] for start in range(0, len(self), samples))
+    def chunks(self, size: int) -> Iterator[dict[str, Tensor]]:
+        """Iterate over `full` in chunks of `size` samples; the last chunk may be smaller."""
+        if type(size) is not int or size < 1:
+            raise ValueError(f"size must be a positive integer; found {size!r}.")
+        return (self[start : start + size] for start in range(0, len(self), size))
 
     @overload
     def __getitem__(self, key: str) -> Tensor: ...
@@ -623,7 +645,7 @@ class Gradients:
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._evaluator.create_graph and current_group().distributed:
             raise ParameterError(
-                "reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
+                "all_reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
                 "found create_graph=True. Leave out one of the two."
             )
         current_group().barrier()

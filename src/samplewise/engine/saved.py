@@ -9,6 +9,7 @@ the pass, so that the block is recomputed once for both; otherwise they are read
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -166,6 +167,39 @@ class SavedTensorReader:
     def _placeholders(self, node: Node) -> list[Any]:
         """Placeholders that a checkpoint keeps for the tensors to read; None for tensors that are kept themselves."""
         return [_packed(raw) for raw in _flat(getattr(node, "_raw_saved_" + name) for name in self._names[node])]
+
+
+def free_saved(nodes: Iterable[Node], message: str) -> None:
+    """Free the saved tensors of these nodes, as a backward pass without retain_graph does. A later read, also one by
+    autograd, raises GraphError with the message.
+
+    Autograd frees saved tensors only in a pass. Here a pack hook replaces each by None, and its unpack hook raises.
+    Tensors in hooks of the caller, such as torch.autograd.graph.save_on_cpu, stay until the graph is deleted.
+    """
+
+    def refuse(*unused: object) -> Tensor:
+        raise GraphError(message)
+
+    for node in nodes:
+        for name in saved_tensor_names(node):
+            try:
+                saved = _flat([getattr(node, "_raw_saved_" + name)])
+            except RuntimeError:  # freed already
+                continue
+            for raw in saved:
+                if not HOOKS_ARE_VISIBLE or raw.unpack_hook is None:
+                    with suppress(RuntimeError):  # None, or freed already
+                        raw.register_hooks(_drop, refuse)
+                elif isinstance(raw.data, HeldTensor):
+                    raw.data.free()
+                elif isinstance(raw.data, _Holder):
+                    frame = _frame_of(raw.unpack_hook)
+                    frame.saved_args = []
+                    frame.recompute_fn = refuse
+
+
+def _drop(tensor: Tensor) -> None:
+    """Pack hook that keeps nothing."""
 
 
 def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:

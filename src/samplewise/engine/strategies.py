@@ -62,6 +62,7 @@ class QuantityEvaluator:
         self._planner = planner
         self._strategies: dict[str, GradStrategy] = {}
         self._exposed: dict[str, Versions] = {}  # of kept tensors whose views the caller has, by parameter
+        self._freed = ""  # error message of later questions, if the graph was freed
         self._not_linear: NotLinearError | None = None  # the reason why rows come from one backward pass per sample
         self._lock = threading.RLock()
 
@@ -81,6 +82,17 @@ class QuantityEvaluator:
         compute()
         if not isinstance(source, BackwardStrategy) or source.ordinary is not None:
             run()
+
+    def close(self, message: str) -> None:
+        """Drop all gradients that are kept; later questions raise GraphError with the message."""
+        self._freed = message
+        self._strategies.clear()
+        self._exposed.clear()
+
+    def check_open(self) -> None:
+        """Raise GraphError if the graph was freed."""
+        if self._freed:
+            raise GraphError(self._freed)
 
     def context(self) -> AbstractContextManager[None]:
         """Context of all computations: autocast off, grad mode on only with create_graph, one thread at a time."""
@@ -163,6 +175,7 @@ class QuantityEvaluator:
 
     def _of_strategy(self, strategy: str, compute: Callable[[GradStrategy], Result]) -> Result:
         """Return compute(the strategy); that of one backward pass per sample if backward passes are not linear."""
+        self.check_open()
         try:
             if strategy not in self._strategies:
                 self._strategies[strategy] = self._new(strategy)

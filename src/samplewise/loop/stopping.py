@@ -124,7 +124,7 @@ class SingleProcessStop(StopController):
             if not (self._signal or isinstance(error, LoaderStopped)):
                 raise
             self.request("stopped by the loader")  # unless there is a request already
-            loader.commit(self._step.consumed)  # samples in the open window must not come again
+            loader.commit(self._step._consumed)  # samples in the open window must not come again
             raise LoaderStopped(self.stop) from error
 
     def batches(self, batches: Iterable[Any], loader: ResumableLoader) -> Iterator[Any]:

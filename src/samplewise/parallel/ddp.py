@@ -260,7 +260,7 @@ def refuse_replicas(parameters: Iterable[Tensor]) -> None:
     if is_replica(parameters):
         raise DistributedError(
             "gradients of a DistributedDataParallel must be summed over ranks; found g.backward(), which bypasses its "
-            "reducer. Use sw.backward, sw.Step, or p.grad = g.sum(reduce=True)[name] / number of samples."
+            "reducer. Use sw.backward, sw.Step, or p.grad = g.sum(all_reduce=True)[name] / number of samples."
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -78,8 +78,8 @@ class Privacy:
     accountant: str = "pld"
     unit: str = "sample"
     group: Sequence[Hashable] | None = None
-    mode: str = "flat"
-    by: str | None = None
+    mode: Literal["flat", "automatic"] = "flat"
+    by: Literal["parameter"] | None = None
     adaptive: float | None = None
     augmentations: int = 1
     max_batch: int | None = None

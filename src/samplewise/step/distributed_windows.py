@@ -334,7 +334,7 @@ def _check_directions(fingerprint: list[float] | None) -> None:
     if any(not torch.allclose(other, known[0], rtol=1e-3, atol=1e-5 * float(known[0].norm())) for other in known):
         raise DistributedError(
             "the reference must be equal on all ranks; found different ones. Compute it from the same samples on "
-            "every rank, or average it over ranks: sw.gradients(losses, model).mean(reduce=True)."
+            "every rank, or average it over ranks: sw.gradients(losses, model).mean(all_reduce=True)."
         )
 
 

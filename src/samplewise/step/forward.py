@@ -20,7 +20,16 @@ from samplewise.core.memory import bounded
 from samplewise.core.text import plural
 from samplewise.engine.backward import accumulate_sum, notifying
 from samplewise.engine.checks import check_attached
-from samplewise.engine.gradients import Gradients, accumulate, gradients_of, track_terms, with_larger_terms
+from samplewise.engine.gradients import (
+    Gradients,
+    accumulate,
+    gradients_of,
+    is_planned,
+    prepare,
+    structure_hash,
+    track_terms,
+    with_larger_terms,
+)
 from samplewise.engine.pending_checks import collecting
 from samplewise.engine.registered_hooks import note_hooks
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
@@ -164,13 +173,13 @@ class LossEvaluator:
         g = self.gradients_of(scaled, self.interacting)
         if self.interacting == "allow":
             return g
-        if self._coincidences and g.structure_hash in self._coincidences:
+        if self._coincidences and structure_hash(g) in self._coincidences:
             return self.gradients_of(scaled, interacting="allow")
         try:
             return _prepared(g)
         except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
             if self._is_coincidence(microbatch):
-                self._coincidences.add(g.structure_hash)
+                self._coincidences.add(structure_hash(g))
                 return self.gradients_of(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
                 return self.gradients_of(scaled)
@@ -233,8 +242,8 @@ class LossEvaluator:
 
 def _prepared(g: Gradients) -> Gradients:
     """Prepare `g`; raise also if samples may interact, where the engine only warns."""
-    if g.is_planned():
+    if is_planned(g):
         return g
     with warnings.catch_warnings():
         warnings.simplefilter("error", SamplesMayInteractWarning)
-        return g.prepare()
+        return prepare(g)

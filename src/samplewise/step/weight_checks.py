@@ -66,17 +66,17 @@ def _small_weights(chain: Chain, parts: Sequence[SampleStats], weights: Sequence
 
 
 def _hint_about_counts(chain: Chain, parts: Sequence[SampleStats]) -> str:
-    """Sentence about clip(per="count"), if gradients are sums and no transform takes the counts into account."""
+    """Sentence about clip(per_count=True), if gradients are sums and no transform takes the counts into account."""
     if any("counts" in t.needs for t in (*chain.samples.transforms, *chain.groups.transforms)):
         return ""
     if chain.grouping is not None:
-        return "A group's gradient is the sum over its samples: sw.clip(C, per='count') bounds that of their mean. "
+        return "A group's gradient is the sum over its samples: sw.clip(C, per_count=True) bounds that of their mean. "
     counts = [part.counts for part in parts if part.counts is not None]
     if not any(bool((c != 1).any()) for c in counts):
         return ""
     return (
         f"The loss of a sample is a sum over {torch.cat(counts).mean().item():.3g} counts on average: "
-        "sw.clip(C, per='count') bounds the gradient of its mean. "
+        "sw.clip(C, per_count=True) bounds the gradient of its mean. "
     )
 
 

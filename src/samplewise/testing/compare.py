@@ -56,7 +56,7 @@ QUANTITIES: dict[str, Callable[[Any, Probe], Value]] = {
     "weighted sum": lambda g, p: g.sum(p.weights),
     "sum with weights by parameter": lambda g, p: g.sum(p.by_name),
     "mean": lambda g, p: g.mean(),
-    "second moment": lambda g, p: g.second_moment(),
+    "sum of squares": lambda g, p: g.sum_of_squares(),
     "variance": lambda g, p: g.variance(),
     "full": lambda g, p: g.full(),
     "by name": lambda g, p: {name: g[name] for name in g.names},
@@ -69,7 +69,7 @@ def defined_quantities(rows: ExpectedRows, names: Iterable[str] = tuple(QUANTITI
     """Filter `names`: variance needs two samples; squares of complex gradients are not defined."""
     undefined = {"variance"} if len(rows) < 2 else set()
     if any(rows[name].is_complex() for name in rows.names):
-        undefined |= {"second moment", "variance"}
+        undefined |= {"sum of squares", "variance"}
     return [name for name in names if name not in undefined]
 
 
@@ -147,14 +147,14 @@ def assert_agrees(
 def scale_of(name: str, rows: ExpectedRows, tolerance: Tolerance) -> dict[str, Tensor] | None:
     """Reference for relative errors: in low precision, the mean squares for a variance; else None."""
     if name == "variance" and tolerance != EXACT:
-        return {k: t / len(rows) for k, t in rows.second_moment().items()}
+        return {k: t / len(rows) for k, t in rows.sum_of_squares().items()}
     return None
 
 
 def terms_of(name: str, rows: ExpectedRows, probe: Probe) -> float:
     """Largest term of a quantity in which terms can cancel (equal samples, or opposite signs); else 0."""
     element = max(largest(t) for t in rows.full().values())
-    if name in ("variance", "second moment"):
+    if name in ("variance", "sum of squares"):
         return element**2
     if name == "by sample":  # one row of all: its own elements may consist of rounding errors
         return element

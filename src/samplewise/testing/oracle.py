@@ -83,7 +83,7 @@ class ExpectedRows:
     def mean(self) -> dict[str, Tensor]:
         return {name: rows.mean(0) for name, rows in self._full.items()}
 
-    def second_moment(self) -> dict[str, Tensor]:
+    def sum_of_squares(self) -> dict[str, Tensor]:
         return {name: rows.square().sum(0) for name, rows in self._full.items()}
 
     def variance(self) -> dict[str, Tensor]:

@@ -69,12 +69,12 @@ def _compare(model: nn.Module, losses: Losses, tolerance: float) -> None:
     _close(g.gram(), flat @ flat.T, tolerance, "gram")
     full = g.full()
     summed = g.sum(weights)
-    second_moment = g.second_moment()
+    sum_of_squares = g.sum_of_squares()
     variance = g.variance()
     for name, row in rows.items():
         _close(full[name], row, tolerance, f"rows of {name}")
         _close(summed[name], torch.tensordot(weights, row, 1), tolerance, f"sum of {name}")
-        _close(second_moment[name], row.square().sum(0), tolerance, f"second moment of {name}")
+        _close(sum_of_squares[name], row.square().sum(0), tolerance, f"sum of squares of {name}")
         _close(variance[name], row.var(0), tolerance, f"variance of {name}")
     _close(g.project(7), gradients(losses(model), model, strategy="reference").project(7), tolerance, "projection")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,12 @@ from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 
 def clip(
-    max_norm: float, by: str | None = None, mode: str = "flat", gamma: float = 0.01, per: str = "sample"
+    max_norm: float,
+    *,
+    by: Literal["parameter"] | None = None,
+    mode: Literal["flat", "automatic"] = "flat",
+    gamma: float = 0.01,
+    per_count: bool = False,
 ) -> SampleTransform:
     """Clip each sample's gradient to norm `max_norm`: c = min(1, max_norm / norm).
 
@@ -18,9 +25,9 @@ def clip(
     max_norm × √(number of parameters).
     mode="automatic": c = max_norm / (norm + gamma); every gradient then has a norm just below `max_norm`, except
     gradients that are not large compared with gamma.
-    per="count": bound norm / count instead of the norm. If a sample's loss is a sum over its counted elements (tokens
-    of a sequence), this is the norm of the gradient of its mean loss; the bound is then the same for short and long
-    sequences. per="sample" (default): bound the norm of the gradient of the sample's loss as returned.
+    per_count=True: bound norm / count instead of the norm. If a sample's loss is a sum over its counted elements
+    (tokens of a sequence), this is the norm of the gradient of its mean loss; the bound is then the same for short and
+    long sequences. Default False: bound the norm of the gradient of the sample's loss as returned.
     """
     if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise ValueError(f"max_norm must be zero or positive; found {max_norm!r}.")
@@ -28,8 +35,6 @@ def clip(
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
     if mode not in ("flat", "automatic"):
         raise ValueError(f"mode must be 'flat' or 'automatic'; found {mode!r}.")
-    if per not in ("sample", "count"):
-        raise ValueError(f"per must be 'sample' or 'count'; found {per!r}.")
     positive("gamma", gamma)
 
     def coefficient(norms: Tensor, counts: Tensor | None) -> Tensor:
@@ -40,22 +45,22 @@ def clip(
         return torch.where(norms > bound, bound / norms, float(max_norm > 0))
 
     def answer(stats: SampleStats) -> PerSample:
-        counts = stats.counts if per == "count" else None
+        counts = stats.counts if per_count else None
         if by is None:
             return coefficient(stats.norms, counts)
         return {name: coefficient(norms, counts) for name, norms in stats.norms_by_parameter.items()}
 
     length = "‖{g} of p‖" if by else "‖{g}‖"
-    bound = f"{max_norm}·count" if per == "count" else f"{max_norm}"
-    small = f"{gamma}·count" if per == "count" else f"{gamma}"
+    bound = f"{max_norm}·count" if per_count else f"{max_norm}"
+    small = f"{gamma}·count" if per_count else f"{gamma}"
     options = (f", by={by!r}" if by else "") + (f", mode={mode!r}, gamma={gamma}" if mode != "flat" else "")
-    options += f", per={per!r}" if per != "sample" else ""
+    options += ", per_count=True" if per_count else ""
     return SampleTransform(
         name=f"clip({max_norm}{options})",
         formula=f"min(1, {bound}/{length})" if mode == "flat" else f"{bound}/({length} + {small})",
         answer=answer,
-        needs=frozenset({"norms", "counts"} if per == "count" else {"norms"}),
+        needs=frozenset({"norms", "counts"} if per_count else {"norms"}),
         by_parameter=by is not None,
         rescales=mode == "automatic",
-        max_norm=float(max_norm) if per == "sample" else None,
+        max_norm=float(max_norm) if not per_count else None,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,18 @@ from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform
 
 
-def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by: str = "norms") -> SampleTransform:
+def drop(
+    largest: int = 0,
+    *,
+    smallest: int = 0,
+    quantile: float | None = None,
+    score: Literal["norms", "losses"] = "norms",
+) -> SampleTransform:
     """Drop samples of the window, and average over the rest.
 
     largest, smallest: number of samples with the largest or smallest values to drop (default 0).
     quantile: drop samples with values above this quantile of the window.
-    by: values to compare: "norms" of the gradients (default), or "losses".
+    score: values to compare: "norms" of the gradients (default), or "losses".
     """
     for name, number in (("largest", largest), ("smallest", smallest)):
         if not isinstance(number, int) or number < 0:
@@ -25,11 +33,11 @@ def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by:
         raise ValueError(
             "drop needs one of largest=, smallest= or quantile=; found none. Write, for example, drop(largest=1)."
         )
-    if by not in ("norms", "losses"):
-        raise ValueError(f"by must be 'norms' or 'losses'; found {by!r}.")
+    if score not in ("norms", "losses"):
+        raise ValueError(f"score must be 'norms' or 'losses'; found {score!r}.")
 
     def answer(stats: SampleStats) -> PerSample:
-        values = stats.norms if by == "norms" else stats.losses
+        values = stats.norms if score == "norms" else stats.losses
         keep = torch.ones_like(values)
         if quantile is not None:
             keep.masked_fill_(values > _quantile(values, quantile), 0)
@@ -40,13 +48,13 @@ def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by:
 
     said = {"largest": largest or None, "smallest": smallest or None, "quantile": quantile}
     options = [f"{name}={value}" for name, value in said.items() if value is not None]
-    options += [f"by={by!r}"] if by != "norms" else []
-    seen = "‖{g}‖" if by == "norms" else "loss"
+    options += [f"score={score!r}"] if score != "norms" else []
+    seen = "‖{g}‖" if score == "norms" else "loss"
     return SampleTransform(
         name=f"drop({', '.join(options)})",
         formula=f"[{seen} kept by {', '.join(options)}]",
         answer=answer,
-        needs=frozenset({by}),
+        needs=frozenset({score}),
         window=True,
         renormalizes=True,
     )

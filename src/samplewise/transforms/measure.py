@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 
@@ -21,11 +22,11 @@ def measure(
     scale: float | Tensor = 1.0,
 ) -> None:
     """Add the norms and dots that this stage needs to `stats`, divided by `scale`. `norms`: add norms in any case."""
-    by = "parameter" if stage.by_parameter else None
+    by: Literal["parameter"] | None = "parameter" if stage.by_parameter else None
     if norms or "norms" in stage.needs:
-        stats.raw_norms = _unscaled(g.norms(by), scale)
+        stats.raw_norms = _unscaled(g.norms(by=by), scale)
     if stage.references:
-        stats.raw_dots = {r: _unscaled(g.dot(directions[r], by), scale) for r in stage.references}
+        stats.raw_dots = {r: _unscaled(g.dot(directions[r], by=by), scale) for r in stage.references}
 
 
 def _unscaled(values: PerSample, scale: float | Tensor) -> PerSample:

@@ -18,7 +18,7 @@ from samplewise.transforms.transform import NEEDS, SampleTransform, function_nam
 
 
 def weight(
-    by: Callable[..., Any] | Tensor | Hashable,
+    source: Callable[..., Any] | Tensor | Hashable,
     *,
     index: Hashable = None,
     renormalize: bool = False,
@@ -26,28 +26,28 @@ def weight(
 ) -> SampleTransform:
     """Multiply each sample's gradient by a weight.
 
-    by: a function that returns weights (B,), whose argument names select its inputs from losses, counts, norms and
+    source: a function that returns weights (B,), whose argument names select its inputs from losses, counts, norms and
     batch; or a tensor with one value for each sample of the window, in order (a window of another size is an error); or
     the key of the batch under which the weights are (a name, or the index in a tuple).
-    index: with a tensor: key of the batch under which the sample indices are; the weight of a sample is by[its index].
-    A tensor on the CPU and indices on an accelerator cost a host sync per microbatch: move the tensor there.
+    index: with a tensor: key of the batch under which the sample indices are; the weight of a sample is that at its
+    index. A tensor on the CPU and indices on an accelerator cost a host sync per microbatch: move the tensor there.
     renormalize: divide the update by Σ weight × count instead of Σ counts.
     window: call the function with the values of the whole window at once (for ranks or quantiles).
     """
-    if callable(by):
-        name, needs, answer = _asking(by, window)
-    elif isinstance(by, Tensor):
-        name, needs, answer = _listed(by, index)
-    elif not isinstance(by, Hashable):
+    if callable(source):
+        name, needs, answer = _asking(source, window)
+    elif isinstance(source, Tensor):
+        name, needs, answer = _listed(source, index)
+    elif not isinstance(source, Hashable):
         raise TransformError(
             "weights must come from a function, a tensor or a key of the batch; found "
-            f"{type(by).__name__}. Pass torch.as_tensor(weights)."
+            f"{type(source).__name__}. Pass torch.as_tensor(weights)."
         )
     else:
-        name, needs, answer = repr(by), frozenset({"batch"}), lambda stats: _as_weights(stats, by)
-    if index is not None and not isinstance(by, Tensor):
+        name, needs, answer = repr(source), frozenset({"batch"}), lambda stats: _as_weights(stats, source)
+    if index is not None and not isinstance(source, Tensor):
         raise TransformError("index= must be used with a tensor of weights; found no tensor. Leave it out.")
-    if window and not callable(by):
+    if window and not callable(source):
         raise TransformError("window=True must be used with a function; found none. Leave it out.")
     options = (", renormalize=True" if renormalize else "") + (", window=True" if window else "")
     return SampleTransform(
@@ -57,16 +57,16 @@ def weight(
         needs=needs,
         window=window,
         renormalizes=renormalize,
-        positions=len(by) if isinstance(by, Tensor) and index is None else None,
-        batch_keys=_batch_keys(by, index),
+        positions=len(source) if isinstance(source, Tensor) and index is None else None,
+        batch_keys=_batch_keys(source, index),
     )
 
 
-def _batch_keys(by: Any, index: Hashable) -> frozenset[Hashable]:
-    """Keys of the batch that `weight(by, index=index)` reads."""
-    if isinstance(by, Tensor):
+def _batch_keys(source: Any, index: Hashable) -> frozenset[Hashable]:
+    """Keys of the batch that `weight(source, index=index)` reads."""
+    if isinstance(source, Tensor):
         return frozenset() if index is None else frozenset({index})
-    return frozenset() if callable(by) else frozenset({by})
+    return frozenset() if callable(source) else frozenset({source})
 
 
 def _formula(name: str, needs: frozenset[str]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from samplewise.core.batches import leaves, map_leaves
 from samplewise.engine.checks import check_attached
-from samplewise.engine.gradients import gradients_of
+from samplewise.engine.gradients import gradients_of, prepare
 from samplewise.errors import SamplesMayInteractWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.compiled import inductor
@@ -182,7 +182,7 @@ def _computed(
     if stage.measures or record_norms:
         with warnings.catch_warnings():
             warnings.simplefilter("error", SamplesMayInteractWarning)
-            g = gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting).prepare()
+            g = prepare(gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting))
         accumulator.measure(g, stats, stage, record_norms)
     with NumberReads():
         (stats,) = stage.weigh([stats])
