@@ -24,4 +24,6 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.Step(model, optimizer, 3)  # wrong
     sw.Step(model, optimizer, nn.MSELoss(), transforms=[1.0])  # wrong
     update.loss.backward()  # wrong
+    sw.Privacy(epsilon=3.0, delta=1e-5, updates=9, sample_rate=0.1, clip=sw.normalize())  # wrong
+    sw.Privacy(epsilon=3.0, delta=1e-5, updates=9, sample_rate=0.1, clip=1.0, accountant="prv")  # wrong
     sw.Trainer(step).fit(losses, epoch=3)  # wrong

@@ -9,9 +9,11 @@ from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 
-def clip(
-    max_norm: float, by: str | None = None, mode: str = "flat", gamma: float = 0.01, per: str = "sample"
-) -> SampleTransform:
+class Clip(SampleTransform):
+    """Result of `clip`, the only transform that `sw.Privacy(clip=...)` accepts."""
+
+
+def clip(max_norm: float, by: str | None = None, mode: str = "flat", gamma: float = 0.01, per: str = "sample") -> Clip:
     """Clip each sample's gradient to norm `max_norm`: c = min(1, max_norm / norm).
 
     by="parameter": clip the gradient of each parameter separately; the norm of the whole gradient is then at most
@@ -50,7 +52,7 @@ def clip(
     small = f"{gamma}·count" if per == "count" else f"{gamma}"
     options = (f", by={by!r}" if by else "") + (f", mode={mode!r}, gamma={gamma}" if mode != "flat" else "")
     options += f", per={per!r}" if per != "sample" else ""
-    return SampleTransform(
+    return Clip(
         name=f"clip({max_norm}{options})",
         formula=f"min(1, {bound}/{length})" if mode == "flat" else f"{bound}/({length} + {small})",
         answer=answer,
