@@ -341,7 +341,7 @@ def test_a_lost_key_is_replaced_and_the_updates_are_counted_again(tmp_path):
     ("change", "message"),
     [
         ({"clip": 0.6}, r"found clip='clip\(0.6\)' after 'clip\(0.5\)'"),
-        ({"mode": "automatic"}, r"found clip='clip\(0.5, mode='automatic', gamma=0.01\)' after 'clip\(0.5\)'"),
+        ({"clip": sw.clip(0.5, by="parameter")}, r"found clip=\"clip\(0.5, by='parameter'\)\" after 'clip\(0.5\)'"),
         ({"noise_multiplier": 1.1}, "found noise_multiplier=1.1 after 1.0"),
         ({"sample_rate": 0.2}, "found sample_rate=0.2 after 0.1"),
         ({"updates": 30}, "found updates=30 after 24"),

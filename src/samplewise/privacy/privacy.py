@@ -44,7 +44,7 @@ class Privacy:
 
     Mechanism.
     updates: number of updates that are paid for; more are refused.
-    sample_rate: probability with which a sample is drawn: expected batch size / number of samples.
+    sample_rate: probability with which a sample (or user) is drawn: expected batch size / number of samples.
     clip: bound of the norm of each sample's gradient, or a `sw.clip` with other settings, such as
     sw.clip(1.0, mode="automatic"). With sw.clip(1.0, by="parameter") the sensitivity is 1.0 × √(number of parameters),
     which the noise takes into account.
@@ -109,35 +109,17 @@ class Privacy:
         secure: bool = False,
         observe: bool = False,
     ):
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         if (epsilon is None) == (noise_multiplier is None):
             found = "none" if epsilon is None else "both"
             raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {found}.")
-        for name, value in (("noise_multiplier", noise_multiplier), ("divide_by", divide_by)):
-            if value is not None:
-                _check_positive(name, value)
-        vars(self).update(  # the instance is frozen
-            delta=delta,
-            accountant=accountant,
-            users=users,
-            updates=updates,
-            sample_rate=sample_rate,
-            clip=_as_clip(clip),
-            adaptive=adaptive,
-            augmentations=augmentations,
-            max_batch=max_batch,
-            divide_by=divide_by,
-            dataset_size=dataset_size,
-            seed=seed,
-            secure=secure,
-            observe=observe,
-        )
+        vars(self).update(arguments, clip=_as_clip(clip))  # not by assignment: the instance is frozen
         self._check()
-        if epsilon is not None:
-            sampling = (sample_rate, updates, accountant, max_batch, dataset_size)
-            vars(self).update(epsilon=epsilon, noise_multiplier=accounting.calibrate(epsilon, delta, *sampling))
-        else:
-            vars(self).update(noise_multiplier=noise_multiplier)
+        if epsilon is None:
             vars(self).update(epsilon=self.epsilon_after(updates))
+        else:
+            sampling = (sample_rate, updates, accountant, max_batch, dataset_size)
+            vars(self).update(noise_multiplier=accounting.calibrate(epsilon, delta, *sampling))
         self._begin()
 
     def _begin(self) -> None:
@@ -156,16 +138,20 @@ class Privacy:
         return new
 
     def _check(self) -> None:
-        if self.users is not None:
-            if isinstance(self.users, str) or not (isinstance(self.users, Sequence) or hasattr(self.users, "tolist")):
-                raise ValueError(
-                    "users must be a list or tensor with the user of each sample of the dataset; found "
-                    f"{type(self.users).__name__}."
-                )
-            if self.augmentations != 1:
-                raise ValueError("augmentations must be 1 with users=; found more. Augment in the dataset.")
+        for name in ("noise_multiplier", "divide_by"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_positive(name, value)
+        is_sequence = isinstance(self.users, Sequence) or hasattr(self.users, "tolist")
+        if self.users is not None and (isinstance(self.users, str) or not is_sequence):
+            raise ValueError(
+                "users must be a list or tensor with the user of each sample of the dataset; found "
+                f"{type(self.users).__name__}."
+            )
         if type(self.augmentations) is not int or self.augmentations < 1:
             raise ValueError(f"augmentations must be a positive integer; found {self.augmentations!r}.")
+        if self.augmentations > 1 and self.users is not None:
+            raise ValueError("augmentations must be 1 with users=; found more. Augment in the dataset.")
         if self.seed is not None and type(self.seed) is not int:
             raise ValueError(f"seed must be None or an integer; found {self.seed!r}.")
         if self.adaptive is None:
@@ -173,7 +159,7 @@ class Privacy:
         if not (isinstance(self.adaptive, float) and 0 < self.adaptive < 1):
             raise ValueError(f"adaptive must be a share between 0 and 1, such as 0.5; found {self.adaptive!r}.")
         if self.users is not None or self.clip.by_parameter or self.clip.rescales:
-            found = "users=" if self.users is not None else self.clip
+            found = "users=" if self.users is not None else f"{self.clip}"
             raise ValueError(
                 "an adaptive bound must be used without users=, and with a clip of the whole norm such as "
                 f"sw.clip(1.0); found {found}. Leave adaptive out."

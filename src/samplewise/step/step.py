@@ -420,7 +420,7 @@ class Step(CheckedAttributes):
 
     @property
     def privacy(self) -> PrivacyMeter | Any:  # Any: None, which users would have to exclude before every call
-        """Privacy of the step: `spent()`, `left`, `open(directory)`; None without privacy=."""
+        """Privacy of the step: `spent()`, `left`, `zeroed`, `open(directory)`, `close()`; None without privacy=."""
         return self.config.privacy
 
     @property
