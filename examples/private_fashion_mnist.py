@@ -36,7 +36,6 @@ class Settings:
     lr: float
     momentum: float = 0.9
     clip: float = 0.1
-    mode: str = "flat"
     mean: float = 0.0  # public constants: inputs are (pixel - mean) / std
     std: float = 1.0
     decay: float = 0.0  # last share of the updates, in which the learning rate falls linearly to 0
@@ -88,7 +87,6 @@ def plan(settings, samples, seed=None, accountant="pld"):
         updates=settings.updates,
         sample_rate=settings.batch / samples,
         clip=settings.clip,
-        mode=settings.mode,
         seed=seed,
         accountant=accountant,
     )

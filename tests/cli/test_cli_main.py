@@ -66,7 +66,7 @@ WITHOUT_TORCH = [
     "attribute recipe.py --method x",
     "attribute recipe.py --damping -1",
     "privacy --epsilon 1",
-    "privacy --delta 1e-5 --samples 10 --batch 1 --epochs 1",
+    "privacy --delta 1e-5 --dataset-size 10 --batch 1 --epochs 1",
     "samplewise do",
     "samplewise train --ep",
     "samplewise train re",

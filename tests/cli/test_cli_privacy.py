@@ -9,7 +9,7 @@ from recipes import command, one_line
 
 from samplewise.privacy.accounting import Releases, calibrate, epsilon
 
-SETTING = ["--delta", 1e-5, "--samples", 1000, "--batch", 200]  # cheap to compute
+SETTING = ["--delta", 1e-5, "--dataset-size", 1000, "--batch", 200]  # cheap to compute
 
 
 def rows(text):
@@ -58,7 +58,7 @@ def test_rdp_finds_more_noise():
 
 
 def test_full_batches_and_one_update():
-    result = command("privacy", "--epsilon", 2, "--delta", 1e-5, "--samples", 100, "--batch", 100, "--updates", 1)
+    result = command("privacy", "--epsilon", 2, "--delta", 1e-5, "--dataset-size", 100, "--batch", 100, "--updates", 1)
     assert result.exit_code == 0
     assert rows(result.stdout)["sample rate"] == ["1 (100 of 100 samples)"]
 
@@ -96,7 +96,7 @@ def test_bad_options_get_one_line(options, message):
 
 
 def test_missing_options_are_named():
-    result = command("privacy", "--epsilon", 1, "--delta", 1e-5, "--samples", 100)
+    result = command("privacy", "--epsilon", 1, "--delta", 1e-5, "--dataset-size", 100)
     assert one_line(result) == "samplewise: Missing option '--batch'."
 
 

@@ -13,7 +13,7 @@ def test_private_training(recipe):
     result = command("train", recipe(HEALTHY), *PRIVATE, "--epochs", 2)
     assert result.exit_code == 0, result.output
     first, *_, done, spent, _log, _checkpoints = result.stdout.splitlines()
-    assert first.startswith("privacy      (8, 0.001)-DP for adding or removing one sample; Poisson sampling")
+    assert first.startswith("privacy      (8, 0.001)-DP for adding or removing one sample, PLD accountant;")
     assert done.endswith("updates in all")
     assert spent.startswith(("spent        (7.99", "spent        (8, 0.001)-DP"))
     assert "0 left" in spent

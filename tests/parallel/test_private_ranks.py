@@ -21,12 +21,12 @@ SAMPLES = 30
 UPDATES = 12
 PLANS = {
     "flat": {},
-    "automatic": {"mode": "automatic"},
-    "by parameter": {"by": "parameter"},
-    "users": {"unit": "user", "group": [i % 9 for i in range(SAMPLES)], "sample_rate": 0.3},
+    "automatic": {"clip": sw.clip(0.5, mode="automatic")},
+    "by parameter": {"clip": sw.clip(0.5, by="parameter")},
+    "users": {"users": [i % 9 for i in range(SAMPLES)], "sample_rate": 0.3},
     "small": {"sample_rate": 0.04, "updates": 25},  # draws are empty on one rank, or on both
     "adaptive": {"adaptive": 0.5},
-    "max_batch": {"max_batch": 3, "samples": SAMPLES, "accountant": "pld"},
+    "max_batch": {"max_batch": 3, "dataset_size": SAMPLES, "accountant": "pld"},
 }
 
 
@@ -133,12 +133,12 @@ def test_collective_passes_stop_at_samples_that_are_not_finite(two, how, kind):
 
 def noise_of_one_update(how, mutated=False):
     """Sum of an update of an empty draw: only noise. `mutated`: noise that each rank divides by the number of ranks."""
-    exact = PrivacyMeter.noise_std
+    exact = PrivacyMeter._noise_std
 
     def wrong(self):
         return exact(self) / current_group().size
 
-    with mock.patch.object(PrivacyMeter, "noise_std", wrong if mutated else exact):
+    with mock.patch.object(PrivacyMeter, "_noise_std", wrong if mutated else exact):
         model, parallel = wrapped(net(), how)
         privacy = plan(sample_rate=1e-9, divide_by=1.0)
         loader = privacy.loader(dataset())
@@ -148,11 +148,11 @@ def noise_of_one_update(how, mutated=False):
             before = flat(net())
         step = sw.Step(model, optimizer, loss_fn, privacy=privacy, parallel=parallel)
         next(iter(step.over(loader)))
-        return before - flat(getattr(model, "module", model)), privacy.state.secret.bytes
+        return before - flat(getattr(model, "module", model)), privacy._state.secret.bytes
 
 
 def check_noise(found):
-    secret = plan().state.secret
+    secret = plan()._state.secret
     expected = stream(secret, "noise", 0, 0)
     noise = torch.cat([expected.normal(p.shape, torch.float64).flatten() for p in net().parameters()]) * 0.5
     for one, _ in found:
@@ -174,9 +174,9 @@ def test_noise_divided_by_the_number_of_ranks_is_found(two, how):
 def keys(directory):
     """Public id of the key on each rank, with OS entropy; parameters and spending."""
     model, loader, step = make(seed=None)
-    before = step.privacy.plan.state.secret.public_id
+    before = step.privacy.plan._state.secret.public_id
     sw.Trainer(step, directory, progress=False).fit(loader)
-    return before, step.privacy.plan.state.secret.public_id, flat(model), step.privacy.spent()
+    return before, step.privacy.plan._state.secret.public_id, flat(model), step.privacy.spent()
 
 
 def test_all_ranks_use_the_key_of_rank_0(two, tmp_path):
@@ -201,10 +201,10 @@ def interrupted_and_resumed(directory):
     with pytest.raises(RuntimeError, match="interrupted"):
         sw.Trainer(step, directory, callbacks, progress=False).fit(loader)
     made = step.privacy.spent().updates
-    key = step.privacy.plan.state.secret.public_id
+    key = step.privacy.plan._state.secret.public_id
     model, loader, step = make(seed=None)
     sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
-    assert step.privacy.plan.state.secret.public_id == key
+    assert step.privacy.plan._state.secret.public_id == key
     return made, step.privacy.spent().updates, flat(model)
 
 
@@ -237,7 +237,7 @@ def sum_of(how, left_out=None):
         return model(batch[0].flatten(0, 1)).unflatten(0, (-1, TOKENS)).sum((1, 2))  # FSDP2 warns about views
 
     step = sw.Step(model, optimizer, losses, privacy=privacy, parallel=parallel, microbatch=None)
-    step.privacy.noise_std = lambda: 0.0
+    step.privacy._noise_std = lambda: 0.0
     before = flat(getattr(model, "module", model)).clone()
     next(iter(step.over(loader)))
     return before - flat(getattr(model, "module", model)), step.privacy.sensitivity

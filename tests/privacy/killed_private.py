@@ -63,7 +63,7 @@ def main(directory, update, when):
         original = step.optimizer.step
 
         def killed(*args, **kwargs):
-            if step.privacy.plan.state.update == update:
+            if step.privacy.plan._state.update == update:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
 

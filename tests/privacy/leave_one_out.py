@@ -32,14 +32,14 @@ class Rows(Dataset):
 def released(model, losses, columns, transforms=(), microbatch=None, users=None, precision=None, **options):
     """Σ of the clipped gradients of all rows, as the update releases it but without noise, and the sensitivity."""
     if users is not None:
-        options = {**options, "unit": "user", "group": users}
+        options = {**options, "users": users}
     privacy = plan(sample_rate=1.0, updates=1, divide_by=1.0, **options)
     loader = privacy.loader(Rows(*columns))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settings = {"transforms": transforms, "microbatch": microbatch, "precision": precision}
     step = sw.Step(model, optimizer, losses, privacy=privacy, **settings)
     sums = []
-    step.privacy.noise_std = lambda: 0.0
+    step.privacy._noise_std = lambda: 0.0
     step.privacy.release = lambda gradients: sums.extend(g.detach().double().flatten() for g in gradients)
     for _ in step.over(loader):
         pass

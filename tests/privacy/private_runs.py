@@ -35,8 +35,11 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def plan(**options):
-    settings = {"noise_multiplier": 1.0, "delta": 1e-3, "updates": UPDATES, "sample_rate": RATE, "clip": CLIP}
+def plan(clip=CLIP, **options):
+    """Plan whose epsilon is computed quickly; `mode` and `by` are those of sw.clip."""
+    of_clip = {name: options.pop(name) for name in ("mode", "by") if name in options}
+    clip = sw.clip(clip, **of_clip) if of_clip else clip
+    settings = {"noise_multiplier": 1.0, "delta": 1e-3, "updates": UPDATES, "sample_rate": RATE, "clip": clip}
     return sw.Privacy(**{**settings, "accountant": "rdp", "seed": 3, **options})
 
 
@@ -66,7 +69,7 @@ def train(step, loader, updates=None):
 
 def mask(privacy, number, units=SAMPLES, branch=0):
     """Indices of the units of a draw."""
-    random = stream(privacy.state.secret, "sample", branch, number, privacy.secure)
+    random = stream(privacy._state.secret, "sample", branch, number, privacy.secure)
     units = [unit for unit, value in enumerate(random.uniform(units).tolist()) if value < privacy.sample_rate]
     if privacy.max_batch is None or len(units) <= privacy.max_batch:
         return units
@@ -96,9 +99,9 @@ def clipped(gradients, privacy):
     whole = math.sqrt(sum(float(g.square().sum()) for g in gradients))
     scaled = []
     for g in gradients:
-        norm = float(g.norm()) if privacy.by == "parameter" else whole
-        bound = privacy.clip
-        scaled.append(g * (bound / (norm + GAMMA) if privacy.mode == "automatic" else min(1, bound / (norm or 1))))
+        norm = float(g.norm()) if privacy.clip.by_parameter else whole
+        bound = privacy.clip.max_norm
+        scaled.append(g * (bound / (norm + GAMMA) if privacy.clip.rescales else min(1, bound / (norm or 1))))
     return scaled
 
 
@@ -107,14 +110,14 @@ def by_hand(privacy, gradients=None, model=None, units=SAMPLES, lr=LR, updates=N
     model = copy.deepcopy(model) if model is not None else net()
     parameters = list(model.parameters())
     gradients = gradients or of_samples()
-    sensitivity = privacy.clip * (math.sqrt(len(parameters)) if privacy.by == "parameter" else 1)
+    sensitivity = privacy.clip.max_norm * (math.sqrt(len(parameters)) if privacy.clip.by_parameter else 1)
     divisor = privacy.divide_by or privacy.sample_rate * units
     for number in range(privacy.updates if updates is None else updates):
         sums = [torch.zeros_like(p) for p in parameters]
         for found in gradients(model, mask(privacy, number, units)):
             for total, g in zip(sums, clipped(found, privacy), strict=True):
                 total += g
-        random = stream(privacy.state.secret, "noise", 0, number, privacy.secure)
+        random = stream(privacy._state.secret, "noise", 0, number, privacy.secure)
         with torch.no_grad():
             for p, total in zip(parameters, sums, strict=True):
                 noise = random.normal(p.shape, torch.float64) * (privacy.noise_multiplier * sensitivity)

@@ -207,13 +207,13 @@ def test_pld_calibration_needs_few_evaluations(monkeypatch):
 def test_truncated_poisson_equals_dp_accounting():
     event = dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 0.1, 120, 6.0)
     expected = PLDAccountant().compose(dp_accounting.SelfComposedDpEvent(event, 50)).get_epsilon(1e-5)
-    assert epsilon(Releases(6.0, 0.1, 50, max_batch=120, samples=1000), 1e-5) == pytest.approx(expected, abs=1e-9)
+    assert epsilon(Releases(6.0, 0.1, 50, max_batch=120, dataset_size=1000), 1e-5) == pytest.approx(expected, abs=1e-9)
 
 
 def test_truncation_costs_privacy_unless_it_hardly_happens():
     plain = epsilon(Releases(6.0, 0.1, 50), 1e-5)
     often, rarely, never = (
-        epsilon(Releases(6.0, 0.1, 50, max_batch=size, samples=1000), 1e-5) for size in (100, 180, 1000)
+        epsilon(Releases(6.0, 0.1, 50, max_batch=size, dataset_size=1000), 1e-5) for size in (100, 180, 1000)
     )
     assert often > 1.5 * plain
     assert plain - 1e-8 < rarely < plain + 1e-3
@@ -223,7 +223,7 @@ def test_truncation_costs_privacy_unless_it_hardly_happens():
 @pytest.mark.parametrize("setting", daily([(5, 150), (5, 120), (50, 100)], []))
 def test_truncated_calibration(setting):
     updates, max_batch = setting
-    noise = assert_calibrated(0.2, 1e-5, 0.1, updates, "pld", max_batch=max_batch, samples=1000)
+    noise = assert_calibrated(0.2, 1e-5, 0.1, updates, "pld", max_batch=max_batch, dataset_size=1000)
     assert noise > calibrate(0.2, 1e-5, 0.1, updates)
 
 
@@ -245,9 +245,12 @@ def test_truncated_calibration(setting):
         ({"updates": 0}, r"updates must be a positive integer; found 0\."),
         ({"updates": 2.5}, r"updates must be a positive integer; found 2\.5\."),
         ({"accountant": "prv"}, r"accountant must be 'pld' or 'rdp'; found 'prv'\."),
-        ({"max_batch": 20}, r"samples must be given with max_batch; found None\."),
-        ({"max_batch": 0, "samples": 100}, r"max_batch must be a positive integer; found 0\."),
-        ({"max_batch": 20, "samples": 100, "accountant": "rdp"}, r"accountant must be 'pld' with max_batch, .*'rdp'\."),
+        ({"max_batch": 20}, r"dataset_size must be given with max_batch; found None\."),
+        ({"max_batch": 0, "dataset_size": 100}, r"max_batch must be a positive integer; found 0\."),
+        (
+            {"max_batch": 20, "dataset_size": 100, "accountant": "rdp"},
+            r"accountant must be 'pld' with max_batch, .*'rdp'\.",
+        ),
         ({"epsilon": 1e6}, r"epsilon must be one that .*; found 1e\+06, which is too large"),
         ({"epsilon": 1e-12, "delta": 1e-12}, r"epsilon must be one that .*; found 1e-12, which is too small"),
     ],
@@ -306,7 +309,7 @@ def test_hardly_any_noise_gives_an_infinite_epsilon(accountant, noise):
 
 
 def test_hardly_any_noise_with_a_bound_on_the_batch():
-    assert epsilon(Releases(1e-9, 0.05, 10, max_batch=10, samples=100), 1e-5) == math.inf
+    assert epsilon(Releases(1e-9, 0.05, 10, max_batch=10, dataset_size=100), 1e-5) == math.inf
 
 
 @pytest.mark.parametrize("noise", [1e7, 1e30, 1e100])

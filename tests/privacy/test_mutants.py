@@ -18,7 +18,6 @@ from test_sensitivity import CHAINS, assert_bounded
 
 from samplewise.privacy import meter
 from samplewise.privacy.meter import PrivacyMeter
-from samplewise.privacy.privacy import Privacy
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.privacy.streams import stream
 from samplewise.step.apply import UpdateApplier
@@ -52,7 +51,7 @@ def noise_of_updates(updates=40):
     for batch, _ in zip(loader, range(updates), strict=False):
         step(batch)
         after = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-        found.append((before - after) / (privacy.noise_multiplier * privacy.clip))
+        found.append((before - after) / (privacy.noise_multiplier * privacy.clip.max_norm))
         before = after
     return torch.stack(found)
 
@@ -87,25 +86,24 @@ def test_the_distribution_of_draws():
 
 
 def no_clip(patch):
-    exact = Privacy.make_clip
+    exact = PrivacyMeter._clip
 
-    def mutant(self, bound):
-        clip = exact(self, bound)
-        return replace(clip, answer=lambda stats: torch.ones_like(stats.losses))
+    def mutant(self):
+        return replace(exact(self), answer=lambda stats: torch.ones_like(stats.losses))
 
-    patch.setattr(Privacy, "make_clip", mutant)
+    patch.setattr(PrivacyMeter, "_clip", mutant)
 
 
 def less_noise(patch):
-    exact = PrivacyMeter.noise_std
-    patch.setattr(PrivacyMeter, "noise_std", lambda self: exact(self) / math.sqrt(2))
+    exact = PrivacyMeter._noise_std
+    patch.setattr(PrivacyMeter, "_noise_std", lambda self: exact(self) / math.sqrt(2))
 
 
 def actual_count(patch):
     exact = UpdateApplier.divide
 
     def mutant(self, window):
-        divisor = self.config.privacy.plan.divisor
+        divisor = self.config.privacy.plan._divisor
         before = divisor.value
         divisor.value = max(1, window.samples)
         exact(self, window)

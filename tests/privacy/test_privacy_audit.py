@@ -273,7 +273,8 @@ def test_finds_a_mechanism_without_noise():
 
 def test_repr_says_that_the_bound_is_loose():
     text = repr(privacy_audit(*canary_scores(200, 3.0, 1.0, 0), 1e-5, 0.99))
-    assert text.startswith("PrivacyAudit(epsilon >= 1.33 at delta 1e-05, confidence 0.99: 75 of 81 guesses correct.")
+    excluded = "PrivacyAudit: at delta 1e-05, every epsilon below 1.329 is excluded with 99 % confidence"
+    assert text.startswith(f"{excluded} (75 of 81 guesses correct).\n")
     assert "lower bound" in text and "factor of 3 to 4" in text
 
 

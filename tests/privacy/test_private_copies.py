@@ -27,7 +27,7 @@ ONE_DIRECTORY = "the updates of one sw.Privacy must be recorded in one directory
 
 
 def secret_of(step):
-    return step.privacy.plan.state.secret
+    return step.privacy.plan._state.secret
 
 
 def opened(directory, updates=0, **options):
@@ -47,11 +47,11 @@ def test_two_steps_cannot_use_a_directory(tmp_path):
     _, _, other = make(plan(seed=None))
     with pytest.raises(PrivacyError, match=f"{ONE_AT_A_TIME}this process, process {os.getpid()} on host"):
         other.privacy.open(tmp_path)
-    assert other.privacy.plan.state.secret != secret_of(step)
+    assert other.privacy.plan._state.secret != secret_of(step)
     train(step, loader, 1)
     step.privacy.close()
     other.privacy.open(tmp_path)
-    assert other.privacy.plan.state.secret == secret_of(step)
+    assert other.privacy.plan._state.secret == secret_of(step)
     assert other.privacy.spent().updates == 3
     other.privacy.close()
     assert not (tmp_path / LOCK_FILE).exists()
@@ -263,19 +263,19 @@ def test_a_deep_copy_of_a_plan_is_a_new_plan(updates):
     if updates:
         train(step, loader, updates)
     other = copy.deepcopy(privacy)
-    assert other.state.secret != privacy.state.secret
-    assert repr(other) == repr(privacy) and other.settings == privacy.settings
+    assert other._state.secret != privacy._state.secret
+    assert repr(other) == repr(privacy) and other._settings == privacy._settings
     _, loader, step = make(other)
     assert step.privacy.spent().updates == 0
     train(step, loader)
-    assert step.privacy.left == 0 and privacy.spending.count == updates
-    assert copy.deepcopy([privacy])[0].state.secret not in (privacy.state.secret, other.state.secret)
+    assert step.privacy.left == 0 and privacy._spending.count == updates
+    assert copy.deepcopy([privacy])[0]._state.secret not in (privacy._state.secret, other._state.secret)
 
 
 def test_a_shallow_copy_of_a_plan_shares_its_position():
     privacy = plan(seed=None)
     same = copy.copy(privacy)
-    assert same.state is privacy.state and same.spending is privacy.spending
+    assert same._state is privacy._state and same._spending is privacy._spending
 
 
 @pytest.mark.parametrize("thing", ["step", "meter", "in a dict"])
@@ -336,7 +336,7 @@ def trained(privacy, loader=None, updates=2):
 
 def test_a_fork_before_the_first_update_has_another_key():
     privacy = plan(seed=None)
-    before = privacy.state.secret.bytes
+    before = privacy._state.secret.bytes
     keys = [in_a_fork(lambda: trained(privacy)) for _ in range(2)] + [trained(privacy)]
     assert all(isinstance(key, bytes) for key in keys) and len(set(keys)) == 3
     assert keys[2] == before
@@ -392,5 +392,5 @@ def test_workers_may_be_forks():
 def test_seeded_plans_are_reproducible_everywhere(tmp_path):
     """They are not private, and say so."""
     privacy = plan(seed=3)
-    assert in_a_fork(lambda: trained(privacy)) == privacy.state.secret.bytes
-    assert copy.deepcopy(privacy).state.secret == privacy.state.secret
+    assert in_a_fork(lambda: trained(privacy)) == privacy._state.secret.bytes
+    assert copy.deepcopy(privacy)._state.secret == privacy._state.secret

@@ -403,7 +403,7 @@ def test_parameters_of_any_shape(shape, used, options):
 @pytest.mark.parametrize("microbatch", [None, 3])
 @pytest.mark.parametrize(
     "options",
-    [{"unit": "user", "group": [i // 4 for i in range(40)]}, {"adaptive": 0.5}, {"augmentations": 2}],
+    [{"users": [i // 4 for i in range(40)]}, {"adaptive": 0.5}, {"augmentations": 2}],
     ids=lambda options: next(iter(options)),
 )
 def test_parameters_of_any_shape_with_options(shape, microbatch, options):
@@ -451,4 +451,4 @@ def test_noise_of_complex_parameters():
     before = model.extra.detach().clone()
     train(step, loader)
     noise = torch.view_as_real(before - model.extra.detach())
-    assert noise.std(0).tolist() == pytest.approx([step.privacy.noise_std()] * 2, rel=0.05)
+    assert noise.std(0).tolist() == pytest.approx([step.privacy._noise_std()] * 2, rel=0.05)

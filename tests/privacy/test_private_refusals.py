@@ -1,6 +1,7 @@
 """Everything that would void the guarantee is refused, with a sentence; values outside of it are hidden."""
 
 import itertools
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -136,6 +137,8 @@ def test_privacy_must_be_a_privacy():
         sw.Step(net(), torch.optim.SGD, loss_fn, privacy=3.0)
 
 
+CLIPS = r"clip must be a number, or sw.clip\(...\) with no settings but mode=, by= and gamma="
+WHOLE = r"must be used without users=, and with a clip of the whole norm such as sw.clip\(1.0\)"
 PLANS = {
     "both": ({"epsilon": 3.0}, "exactly one of epsilon and noise_multiplier must be given; found both"),
     "neither": ({"noise_multiplier": None}, "exactly one of epsilon and noise_multiplier must be given; found none"),
@@ -143,16 +146,19 @@ PLANS = {
     "infinite clip": ({"clip": float("inf")}, "clip must be a finite, positive number; found inf"),
     "noise": ({"noise_multiplier": 0.0}, "noise_multiplier must be a finite, positive number; found 0.0"),
     "divisor": ({"divide_by": -1.0}, "divide_by must be a finite, positive number; found -1.0"),
-    "unit": ({"unit": "batch"}, "unit must be 'sample' or 'user'; found 'batch'"),
-    "no group": ({"unit": "user"}, "must be given together; found no group"),
-    "no unit": ({"group": [1]}, "must be given together; found group=list and unit='sample'"),
+    "clip of counts": ({"clip": sw.clip(0.5, per_count=True)}, f"{CLIPS}; found clip\\(0.5, per_count=True\\)"),
+    "another transform": ({"clip": sw.normalize()}, f"{CLIPS}; found normalize\\(\\)"),
+    "chain": ({"clip": sw.chain(sw.clip(0.5))}, f"{CLIPS}; found chain\\(clip\\(0.5\\)\\)"),
+    "clip to zero": ({"clip": sw.clip(0.0)}, "max_norm of clip must be a finite, positive number; found 0.0"),
+    "number of users": ({"users": 7}, "users must be a list or tensor with the user of each sample .*; found int"),
+    "set of users": ({"users": set(range(40))}, "users must be a list or tensor .*; found set"),
     "augmentations": ({"augmentations": 0}, "augmentations must be a positive integer; found 0"),
-    "of users": ({"augmentations": 2, "unit": "user", "group": [1]}, "augmentations must be 1 with unit='user'"),
+    "of users": ({"augmentations": 2, "users": [1]}, "augmentations must be 1 with users="),
     "seed": ({"seed": "a"}, "seed must be None or an integer; found 'a'"),
     "adaptive": ({"adaptive": 1.5}, "adaptive must be a share between 0 and 1"),
-    "adaptive by": ({"adaptive": 0.5, "by": "parameter"}, "must be used with mode='flat', by=None and unit='sample'"),
-    "by": ({"by": "layer"}, "by must be None or 'parameter'; found 'layer'"),
-    "mode": ({"mode": "smooth"}, "mode must be 'flat' or 'automatic'; found 'smooth'"),
+    "adaptive by": ({"adaptive": 0.5, "by": "parameter"}, f"{WHOLE}; found clip\\(0.5, by='parameter'\\)"),
+    "adaptive mode": ({"adaptive": 0.5, "mode": "automatic"}, f"{WHOLE}; found clip\\(0.5, mode='automatic'"),
+    "adaptive users": ({"adaptive": 0.5, "users": [1]}, f"{WHOLE}; found users="),
 }
 
 
@@ -168,13 +174,15 @@ def test_transforms_with_an_adaptive_bound():
 
 
 def test_transforms_that_read_the_batch_of_users():
-    with pytest.raises(PrivacyError, match="must not read the batch with unit='user'"):
-        make(plan(unit="user", group=range(SAMPLES)), transforms=[sw.weight(1)])
+    with pytest.raises(PrivacyError, match="must not read the batch with users="):
+        make(plan(users=range(SAMPLES)), transforms=[sw.weight(1)])
 
 
 def test_data_sets_of_other_sizes():
-    with pytest.raises(ValueError, match="must have samples=30 samples, the number given to the accountant; found 40"):
-        plan(samples=30).loader(dataset())
+    with pytest.raises(
+        ValueError, match="must have dataset_size=30 samples, the number given to the accountant; found 40"
+    ):
+        plan(dataset_size=30).loader(dataset())
     privacy = plan()
     privacy.loader(dataset())
     with pytest.raises(ValueError, match="must have the same dataset; found 39 samples after 40"):
@@ -311,7 +319,7 @@ def test_weights_that_mix_samples_after_draws_of_one_sample(seed):
 
 
 def test_users_and_weights_that_mix_samples():
-    privacy = plan(unit="user", group=[i // 4 for i in range(SAMPLES)], sample_rate=0.5)
+    privacy = plan(users=[i // 4 for i in range(SAMPLES)], sample_rate=0.5)
     _, loader, step = make(privacy, transforms=[softmax])
     with pytest.raises(PrivacyError, match="must depend on this sample alone"):
         train(step, loader)
@@ -342,7 +350,7 @@ def test_more_updates_than_paid_for():
     with pytest.raises(PrivacyError, match=r"must use the next draw"):
         step(batches[0])
     further = make(plan(updates=UPDATES + 1))[1]  # the same key; it has one more draw
-    step.privacy.plan.state.update = further.batch_sampler.state.update = UPDATES
+    step.privacy.plan._state.update = further.batch_sampler.state.update = UPDATES
     with pytest.raises(PrivacyError, match=rf"a private step must make {PAID}; found that they are made"):
         list(step.over(further))
 
@@ -414,10 +422,29 @@ def test_ledger_and_noise_scale(tmp_path):
         assert step.privacy.spent().updates == 0
 
 
+def test_reprs():
+    privacy = plan(seed=None, clip=1)
+    assert repr(privacy).splitlines() == [
+        f"({privacy.epsilon:.6g}, 0.001)-DP for adding or removing one sample, RDP accountant;",
+        "8 updates of Poisson samples, rate 0.15; clip(1.0); Gaussian noise 1 × 1.0",
+    ]
+    text = repr(plan(seed=None, users=range(SAMPLES), mode="automatic", by="parameter", observe=True))
+    assert "for adding or removing all samples of one user, RDP accountant;\n" in text
+    assert "clip(0.5, by='parameter', mode='automatic', gamma=0.01); Gaussian noise 1 × 0.5 × √parameters" in text
+    assert text.endswith(";\nobserved: losses, norms and batch sizes are shown, outside of the guarantee")
+    text = repr(plan(seed=None, adaptive=0.5, max_batch=9, dataset_size=SAMPLES, accountant="pld"))
+    assert text.endswith("rate 0.15, at most 9; clip(0.5, adaptive=0.5); Gaussian noise 1 × bound")
+
+
+def test_plans_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        plan().epsilon = 1.0
+
+
 def test_seeds_are_announced():
     assert "reproducible, not private: seed given" in repr(plan())
     assert "reproducible" not in repr(plan(seed=None))
-    assert repr(plan(seed=None).state.secret).startswith("Secret(")
+    assert repr(plan(seed=None)._state.secret).startswith("Secret(")
 
 
 def test_sequence_losses_have_counts():

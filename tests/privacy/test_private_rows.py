@@ -101,7 +101,7 @@ def test_rows_of_a_batch(collate, found, microbatch):
 
 
 def test_rows_of_users():
-    users = {"unit": "user", "group": [i // 4 for i in range(SAMPLES)]}
+    users = {"users": [i // 4 for i in range(SAMPLES)]}
     _, loader, step = make(plan(**ALL, **users), loader={"collate_fn": repeated})
     with pytest.raises(PrivacyError, match=f"{ROWS}2,000 rows for 40 samples"):
         train(step, loader)
@@ -217,7 +217,7 @@ def test_the_losses_of_every_microbatch_are_counted(losses):
 
 @pytest.mark.parametrize("losses", BAD_LOSSES)
 def test_losses_of_users(losses):
-    users = {"unit": "user", "group": [i // 4 for i in range(SAMPLES)]}
+    users = {"users": [i // 4 for i in range(SAMPLES)]}
     _, loader, step = make(plan(**ALL, **users), losses=losses)
     with pytest.raises(PrivacyError, match=LOSSES):
         train(step, loader)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from private_runs import (
+    CLIP,
     RATE,
     SAMPLES,
     UPDATES,
@@ -38,7 +39,7 @@ OPTIONS = {
     "by parameter": {"by": "parameter"},
     "secure": {"secure": True},
     "divide_by": {"divide_by": 17.0},
-    "max_batch": {"max_batch": 4, "samples": SAMPLES, "accountant": "pld"},
+    "max_batch": {"max_batch": 4, "dataset_size": SAMPLES, "accountant": "pld"},
 }
 
 
@@ -54,6 +55,21 @@ def test_update_identity(kind, microbatch):
     assert_same(model, by_hand(privacy))
     assert step.privacy.left == 0 and step.privacy.spent().epsilon == pytest.approx(privacy.epsilon)
     assert step.counters.updates == UPDATES
+
+
+def test_another_gamma_of_an_automatic_clip(monkeypatch):
+    monkeypatch.setattr("private_runs.GAMMA", 0.3)
+    privacy = plan(sw.clip(CLIP, mode="automatic", gamma=0.3))
+    model, loader, step = make(privacy)
+    train(step, loader)
+    assert_same(model, by_hand(privacy))
+
+
+def test_users_may_be_a_tensor():
+    privacy = plan(users=torch.tensor(USERS), sample_rate=0.4)
+    model, loader, step = make(privacy)
+    train(step, loader)
+    assert_same(model, by_hand(privacy, of_users(), units=len(set(USERS))))
 
 
 @pytest.mark.parametrize("microbatch", [None, 2])
@@ -96,7 +112,7 @@ def of_users(parts=None, finite=lambda i: True):
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("options", [{}, {"mode": "automatic"}, {"by": "parameter"}], ids=str)
 def test_users(options, microbatch):
-    privacy = plan(unit="user", group=USERS, sample_rate=0.4, **options)
+    privacy = plan(users=USERS, sample_rate=0.4, **options)
     model, loader, step = make(privacy, microbatch=microbatch)
     train(step, loader)
     assert_same(model, by_hand(privacy, of_users(), units=len(set(USERS))))
@@ -252,7 +268,7 @@ def test_a_batch_that_is_changed_in_place_is_restored_before_it_is_repeated(unit
 
     whole = (2 * x, y)
     if unit == "user":
-        privacy = plan(unit="user", group=USERS, sample_rate=0.5)
+        privacy = plan(users=USERS, sample_rate=0.5)
         expected = by_hand(privacy, of_users(whole, lambda i: i % 3), units=len(set(USERS)))
     else:
         privacy = plan(sample_rate=0.3)
@@ -267,7 +283,7 @@ def test_a_batch_that_is_changed_in_place_is_restored_before_it_is_repeated(unit
 def test_users_with_samples_that_are_not_finite(microbatch):
     x, y = data()
     x[4] = float("nan")
-    privacy = plan(unit="user", group=USERS, sample_rate=0.5)
+    privacy = plan(users=USERS, sample_rate=0.5)
     model, loader, step = make(privacy, dataset=TensorDataset(x, y), microbatch=microbatch)
     train(step, loader)
     assert_same(model, by_hand(privacy, of_users((x, y), lambda i: i != 4), units=len(set(USERS))))
@@ -277,7 +293,7 @@ def test_users_with_samples_that_are_not_finite(microbatch):
 @pytest.mark.parametrize("microbatch", [None, 3])
 def test_a_user_whose_finite_gradients_overflow_in_the_sum(microbatch):
     """Each gradient is finite; their sum is not."""
-    privacy = plan(unit="user", group=[0] * 20 + [1] * 20, sample_rate=1.0, updates=2)
+    privacy = plan(users=[0] * 20 + [1] * 20, sample_rate=1.0, updates=2)
 
     def huge(model, batch):
         return (1 + 1e307 * (batch[1] < 20).double()) * model(batch[0])[:, 0]
@@ -315,13 +331,15 @@ def test_all_weights_may_be_zero():
 def test_an_adaptive_bound_approaches_the_quantile():
     privacy = plan(adaptive=0.5, clip=20.0, sample_rate=0.9, updates=60)
     model, loader, step = make(privacy, lr=1e-4)
-    assert privacy.gradient_noise_multiplier > privacy.noise_multiplier
+    assert step.privacy._gradient_noise_multiplier() > privacy.noise_multiplier
     train(step, loader)
     norms = sw.gradients(loss_fn(model, data()), model).norms()
     low, high = norms.quantile(0.25), norms.quantile(0.75)
     assert low < step.privacy.sensitivity < high
-    assert step.privacy.noise_std() == pytest.approx(privacy.gradient_noise_multiplier * step.privacy.sensitivity)
-    pays = 1 / privacy.gradient_noise_multiplier**2 + 1 / (2 * privacy.count_noise) ** 2
+    assert step.privacy._noise_std() == pytest.approx(
+        step.privacy._gradient_noise_multiplier() * step.privacy.sensitivity
+    )
+    pays = 1 / step.privacy._gradient_noise_multiplier() ** 2 + 1 / (2 * step.privacy._count_noise()) ** 2
     assert pays == pytest.approx(1 / privacy.noise_multiplier**2)
 
 

@@ -70,7 +70,7 @@ def resumed(directory, lr=0.2, **options):
 def uninterrupted(directory, key):
     """Parameters of a run that is not interrupted, with the key of another."""
     model, loader, step = make()
-    step.privacy.plan.state.secret = Secret(key)
+    step.privacy.plan._state.secret = Secret(key)
     trainer(step, directory).fit(loader)
     return parameters(model)
 
@@ -150,7 +150,7 @@ def test_spending_is_recorded_before_the_update(tmp_path):
 def test_a_line_that_cannot_be_written_is_not_forgotten(tmp_path):
     _, loader, step = make_small()
     step.privacy.open(tmp_path)
-    spending = step.privacy.plan.spending
+    spending = step.privacy.plan._spending
     file = spending._file
 
     class Full:
@@ -317,7 +317,7 @@ def test_branches_have_other_draws_and_noise():
     _, loader, step = make_small()
     sampler = loader.batch_sampler
     assert any(list(sampler.draw(t, 0)) != list(sampler.draw(t, 1)) for t in range(3))
-    state = step.privacy.plan.state
+    state = step.privacy.plan._state
     noises = []
     for branch in (0, 1):
         state.branch = branch
@@ -340,7 +340,8 @@ def test_a_lost_key_is_replaced_and_the_updates_are_counted_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"clip": 0.6}, "found clip=0.6 after 0.5"),
+        ({"clip": 0.6}, r"found clip='clip\(0.6\)' after 'clip\(0.5\)'"),
+        ({"clip": sw.clip(0.5, by="parameter")}, r"found clip=\"clip\(0.5, by='parameter'\)\" after 'clip\(0.5\)'"),
         ({"noise_multiplier": 1.1}, "found noise_multiplier=1.1 after 1.0"),
         ({"sample_rate": 0.2}, "found sample_rate=0.2 after 0.1"),
         ({"updates": 30}, "found updates=30 after 24"),
@@ -471,15 +472,15 @@ SIZE = 4711
         ({"divide_by": 9.0}, False),
         ({"divide_by": 9.0, "observe": True}, False),
         ({"divide_by": 9.0, "mode": "automatic"}, False),
-        ({"divide_by": 9.0, "unit": "user", "group": [i % SIZE for i in range(2 * SIZE)]}, False),
+        ({"divide_by": 9.0, "users": [i % SIZE for i in range(2 * SIZE)]}, False),
         ({}, True),
         ({"divide_by": 9.0, "adaptive": 0.5}, True),
-        ({"divide_by": 9.0, "max_batch": 40, "samples": SIZE, "accountant": "pld", "updates": 4}, True),
+        ({"divide_by": 9.0, "max_batch": 40, "dataset_size": SIZE, "accountant": "pld", "updates": 4}, True),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_the_number_of_samples_is_in_files_only_if_it_is_public(tmp_path, options, shown):
-    size = len(options.get("group", range(SIZE)))
+    size = len(options.get("users", range(SIZE)))
     privacy = plan(**{"sample_rate": 0.002, "updates": 6, **options})
     _, loader, step = make_small(privacy, dataset=TensorDataset(*data(size)))
     training = sw.Trainer(step, tmp_path, [sw.callbacks.ModelCheckpoint(every="1up")], progress=False, log_every="1up")

@@ -239,7 +239,7 @@ def test_refused_after_draws_of_one_sample(function):
 
 @pytest.mark.parametrize("function", [FirstMean, lambda: random_mixing, counting])
 def test_refused_for_users(function):
-    privacy = plan(unit="user", group=[i // 4 for i in range(40)], sample_rate=0.5)
+    privacy = plan(users=[i // 4 for i in range(40)], sample_rate=0.5)
     _, loader, step = make(privacy, transforms=[sw.weight(function())], microbatch=3)
     with pytest.raises(PrivacyError, match=MUST):
         train(step, loader)

@@ -97,13 +97,13 @@ CHAINS = {
 
 def sum_of(rows, options, transforms, users=None, microbatch=None):
     """Σ of clipped contributions without noise, from an update with a sample rate of 1; and the sensitivity."""
-    grouped = {} if users is None else {"unit": "user", "group": users}
+    grouped = {} if users is None else {"users": users}
     privacy = plan(sample_rate=1.0, updates=1, clip=BOUND, divide_by=1.0, **grouped, **options)
     model = Given()
     loader = privacy.loader(TensorDataset(torch.tensor(rows, dtype=torch.float64)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = sw.Step(model, optimizer, losses, privacy=privacy, transforms=transforms, microbatch=microbatch)
-    step.privacy.noise_std = lambda: 0.0
+    step.privacy._noise_std = lambda: 0.0
     before = torch.cat([p.detach().clone() for p in model.parameters()])
     for _ in step.over(loader):
         pass

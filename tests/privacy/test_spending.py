@@ -78,9 +78,17 @@ def test_settings_are_compared(tmp_path):
         opened(tmp_path, {"clip": 2.0, "updates": 3})
 
 
+def test_settings_of_another_format_are_refused(tmp_path):
+    pytest.importorskip("dp_accounting")
+    settings = {"clip": 0.5, "unit": "user", "mode": "flat", "by": None, "samples": None}
+    opened(tmp_path, {**plan()._settings, **settings}).close()
+    with pytest.raises(PrivacyError, match=r"found clip='clip\(0.5\)' after 0.5. Use these, or start a new run"):
+        opened(tmp_path, plan()._settings)
+
+
 def test_settings_of_a_plan_survive_json():
     pytest.importorskip("dp_accounting")
-    settings = plan(by="parameter", clip=1 / 3, sample_rate=0.1 + 0.2).settings
+    settings = plan(by="parameter", clip=1 / 3, sample_rate=0.1 + 0.2)._settings
     assert json.loads(json.dumps(settings)) == settings
 
 

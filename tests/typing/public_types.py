@@ -99,7 +99,9 @@ def private_step(plan: sw.Privacy) -> None:
     step = sw.Step(model, optimizer, losses_of, privacy=plan)
     assert step.privacy is not None
     assert_type(step.privacy.spent().epsilon, float)
-    assert_type(plan.noise_multiplier, float | Any)
+    assert_type(plan.noise_multiplier, float)
+    assert_type(plan.epsilon, float)
+    sw.Privacy(epsilon=3.0, delta=1e-5, updates=9, sample_rate=0.1, clip=sw.clip(1.0), users=x[:, 0])
 
 
 def update(update: sw.Update) -> None:

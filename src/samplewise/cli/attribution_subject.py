@@ -150,6 +150,7 @@ class Subject:
     def _check_privacy(self) -> None:
         plan = run_settings(self.run).get("privacy")
         if plan:
+            plan = plan.replace("\n", " ")
             self._note(f"Private run: {plan}. Its guarantee does not cover the scores and samples that are written.")
 
     def _note(self, text: str) -> None:

@@ -36,7 +36,7 @@ class Plan:
 
     releases: Releases
     delta: float
-    samples: int
+    dataset_size: int
     batch: int
 
     def epsilon(self, accountant: str, updates: int | None = None) -> float:
@@ -53,7 +53,7 @@ def privacy(
     delta: Annotated[
         float, typer.Option(metavar="D", help="Delta, below 1 / number of samples: 1e-5.", show_default=False)
     ],
-    samples: Annotated[
+    dataset_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of samples in the dataset.", show_default=False)
     ],
     batch: Annotated[
@@ -91,17 +91,17 @@ def privacy(
         )
     if accountant not in accounting.ACCOUNTANTS:
         raise typer.BadParameter(f"must be pld or rdp; found {accountant!r}.", param_hint="--accountant")
-    if batch > samples:
+    if batch > dataset_size:
         raise typer.BadParameter(
-            f"must be at most {samples}, the number of samples; found {batch}.", param_hint="--batch"
+            f"must be at most {dataset_size}, the number of samples; found {batch}.", param_hint="--batch"
         )
     figure = None if to is None else _new_figure(to)
-    total = _number_of_updates(epochs, updates, samples, batch)
+    total = _number_of_updates(epochs, updates, dataset_size, batch)
     with _slow_notice("computing"), bad_parameters():
         if epsilon is not None:
-            noise_multiplier = accounting.calibrate(epsilon, delta, batch / samples, total, accountant)
+            noise_multiplier = accounting.calibrate(epsilon, delta, batch / dataset_size, total, accountant)
         assert noise_multiplier is not None
-        plan = Plan(Releases(noise_multiplier, batch / samples, total), delta, samples, batch)
+        plan = Plan(Releases(noise_multiplier, batch / dataset_size, total), delta, dataset_size, batch)
         text = _text(plan)
     typer.echo(text)
     if figure is not None and to is not None:
@@ -111,7 +111,7 @@ def privacy(
         typer.echo(f"\ncurve  {to}")
 
 
-def _number_of_updates(epochs: float | None, updates: int | None, samples: int, batch: int) -> int:
+def _number_of_updates(epochs: float | None, updates: int | None, dataset_size: int, batch: int) -> int:
     if (epochs is None) == (updates is None):
         found = "neither" if epochs is None else "both"
         raise typer.BadParameter(f"give one of --epochs and --updates; found {found}.", param_hint="--epochs")
@@ -120,7 +120,7 @@ def _number_of_updates(epochs: float | None, updates: int | None, samples: int, 
     assert epochs is not None
     if not 0 < epochs < math.inf:
         raise typer.BadParameter(f"must be a positive number; found {epochs}.", param_hint="--epochs")
-    return max(1, round(epochs * samples / batch))  # as in samplewise train
+    return max(1, round(epochs * dataset_size / batch))  # as in samplewise train
 
 
 @contextmanager
@@ -146,13 +146,13 @@ def _text(plan: Plan) -> str:
 
 def _settings(plan: Plan) -> list[list[str]]:
     releases = plan.releases
-    epochs = releases.updates * plan.batch / plan.samples
+    epochs = releases.updates * plan.batch / plan.dataset_size
     return [
         ["epsilon, PLD", f"{_rounded_up(plan.epsilon('pld'))} (tight)"],
         ["epsilon, RDP", f"{_rounded_up(plan.epsilon('rdp'))} (upper bound)"],
         ["delta", f"{plan.delta:g}"],
         ["noise multiplier", _rounded_up(releases.noise_multiplier)],
-        ["sample rate", f"{releases.sample_rate:.6g} ({plan.batch:,} of {plural(plan.samples, 'sample')})"],
+        ["sample rate", f"{releases.sample_rate:.6g} ({plan.batch:,} of {plural(plan.dataset_size, 'sample')})"],
         ["updates", f"{releases.updates:,} ({epochs:.3g} epochs)"],
         ["public divisor", f"{plan.batch:,} (sample rate × number of samples)"],
     ]
@@ -213,7 +213,7 @@ def _draw(figure: Any, plan: Plan) -> None:
     _label(over_delta, "delta", f"Epsilon over delta, after {plural(releases.updates, 'update')}")
     figure.suptitle(
         f"Noise multiplier {releases.noise_multiplier:.4g}, sample rate {releases.sample_rate:.4g} "
-        f"({plan.batch:,} of {plan.samples:,}), Poisson sampling",
+        f"({plan.batch:,} of {plan.dataset_size:,}), Poisson sampling",
         fontsize=10,
     )
 

@@ -75,7 +75,7 @@ def _fit(
     if private is not None:
         step_options["privacy"], loader = private.plan(loader)
         if current_group().rank == 0:
-            typer.echo(f"privacy      {step_options['privacy']}")
+            typer.echo(f"privacy      {step_options['privacy']}".replace("\n", "\n" + " " * 13))
     with recipe.errors(), ExitStack() as stack:
         if ledger is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
             callbacks.append(ledger)

@@ -257,7 +257,7 @@ class Trainer(CheckedAttributes):
     def _stop_if_spent(self) -> None:
         """Stop if further draws are planned but not paid for, because updates were repeated with new noise."""
         privacy = self.step.privacy
-        if privacy is not None and privacy.is_spent and privacy.plan.state.update < privacy.plan.updates:
+        if privacy is not None and privacy.is_exhausted:
             self._stopping.request(f"all {privacy.plan.updates} updates that are paid for are made")
 
     def stop(self, reason: str) -> None:

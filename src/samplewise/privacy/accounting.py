@@ -44,14 +44,14 @@ class Releases:
     noise_multiplier: standard deviation of the noise, in units of the sensitivity of the sum
     sample_rate: probability of each unit to be in the Poisson sample of an update
     max_batch: larger Poisson samples are truncated to a random subset of this size; None: never
-    samples: number of units in the dataset, which is public; required with max_batch
+    dataset_size: number of units in the dataset, which is public; required with max_batch
     """
 
     noise_multiplier: float
     sample_rate: float
     updates: int
     max_batch: int | None = None
-    samples: int | None = None
+    dataset_size: int | None = None
 
     def __post_init__(self) -> None:
         if not (_is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
@@ -62,11 +62,13 @@ class Releases:
             raise ValueError(f"sample_rate must be a number in (0, 1]; found {self.sample_rate!r}.")
         if not (_is_integer(self.updates) and self.updates >= 0):
             raise ValueError(f"updates must be an integer >= 0; found {self.updates!r}.")
-        for name, value in (("max_batch", self.max_batch), ("samples", self.samples)):
+        for name, value in (("max_batch", self.max_batch), ("dataset_size", self.dataset_size)):
             if value is not None and not (_is_integer(value) and value >= 1):
                 raise ValueError(f"{name} must be a positive integer; found {value!r}.")
-        if self.max_batch is not None and self.samples is None:
-            raise ValueError("samples must be given with max_batch; found None. Pass the size of the dataset.")
+        if self.max_batch is not None and self.dataset_size is None:
+            raise ValueError(
+                "dataset_size must be given with max_batch; found None. Pass the number of samples, or users."
+            )
 
 
 def epsilon(releases: Releases, delta: float, accountant: str = "pld") -> float:
@@ -109,7 +111,7 @@ def calibrate(
     updates: int,
     accountant: str = "pld",
     max_batch: int | None = None,
-    samples: int | None = None,
+    dataset_size: int | None = None,
 ) -> float:
     """Smallest noise multiplier for a target epsilon and delta.
 
@@ -121,7 +123,7 @@ def calibrate(
     if not (_is_integer(updates) and updates >= 1):
         raise ValueError(f"updates must be a positive integer; found {updates!r}.")
     _check_accountant(accountant, max_batch)
-    releases = Releases(1.0, sample_rate, updates, max_batch, samples)
+    releases = Releases(1.0, sample_rate, updates, max_batch, dataset_size)
     _check_updates(releases, accountant)
     return _calibrated(float(epsilon), float(delta), releases, accountant)
 
@@ -218,7 +220,7 @@ def _event(dp_accounting: Any, releases: Releases) -> Any:
     noise = float(releases.noise_multiplier)
     rate = float(releases.sample_rate)
     if releases.max_batch is not None:
-        one = dp_accounting.TruncatedSubsampledGaussianDpEvent(releases.samples, rate, releases.max_batch, noise)
+        one = dp_accounting.TruncatedSubsampledGaussianDpEvent(releases.dataset_size, rate, releases.max_batch, noise)
     elif rate == 1.0:
         one = dp_accounting.GaussianDpEvent(noise)  # many of them are composed exactly
     else:

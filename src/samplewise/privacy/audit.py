@@ -31,10 +31,12 @@ class PrivacyAudit:
     correct: int
 
     def __repr__(self) -> str:
+        below = math.floor(self.epsilon * 1e3) / 1e3  # rounded down: what is claimed to be excluded is excluded
+        excluded = f"every epsilon below {below:g} is excluded" if below else "no epsilon is excluded"
         return (
-            f"PrivacyAudit(epsilon >= {self.epsilon:.4g} at delta {self.delta:g}, confidence {self.confidence:g}: "
-            f"{self.correct:,} of {self.guesses:,} guesses correct. A lower bound, which is often loose by a factor of "
-            "3 to 4; a small value is no proof of privacy)"
+            f"PrivacyAudit: at delta {self.delta:g}, {excluded} with {100 * self.confidence:g} % confidence "
+            f"({self.correct:,} of {self.guesses:,} guesses correct).\n"
+            "A lower bound, often loose by a factor of 3 to 4: a small value is no proof of privacy."
         )
 
 

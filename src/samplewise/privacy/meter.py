@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from math import exp, sqrt
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +22,12 @@ from samplewise.privacy.sampling import DrawnBatch
 from samplewise.privacy.spending import Release, load_secret, remove_secret, save_secret
 from samplewise.privacy.streams import Secret, Stream, stream
 from samplewise.transforms.chain import Chain, chain
+from samplewise.transforms.clip import clip
 from samplewise.transforms.sensitivity import sensitivity
 from samplewise.transforms.stats import SampleStats
-from samplewise.transforms.transform import Grouping, SumTransform
+from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform
 
+COUNT_NOISE = 0.05  # noise of the count of unclipped samples, as a share of the expected number of samples
 BOUND_RATE = 0.2  # learning rate of an adaptive bound, in the logarithm
 OWNED = "batch"  # keys of a batch with the user of each sample
 OWNERS = "user"
@@ -54,8 +56,11 @@ class PrivacyMeter:
         self.plan = plan
         self.zeroed = 0
         self.parameters = 1  # number of trained parameters, set before each update
-        self._bound = plan.clip
-        self._spending = plan.spending  # shared by all steps of the plan, which draw from the same streams
+        assert plan.clip.max_norm is not None  # sw.Privacy accepts no other clip
+        self._first_bound = plan.clip.max_norm
+        self._bound = self._first_bound  # changes if it is adaptive
+        self._state = plan._state  # state and spending are shared by all steps of the plan
+        self._spending = plan._spending
         self._stream: Stream | None = None
         self._directory: Path | None = None
         self.transforms = self._complete(transforms)
@@ -66,30 +71,39 @@ class PrivacyMeter:
         """
         if given.on_sum or given.grouping is not None:
             found = given.on_sum[0] if given.on_sum else given.grouping
-            remedy = "unit='user' groups by user" if given.grouping is not None else "it adds its own noise"
+            remedy = "users= of sw.Privacy groups by user" if given.grouping is not None else "it adds its own noise"
             raise PrivacyError(
                 f"transforms must act on single samples with privacy=; found {found}. Leave it out: {remedy}."
             )
         users = []
-        if self.plan.unit == "user":
+        if self.plan.users is not None:
             if given.batch_keys or given.reads_whole_batch:
-                raise PrivacyError(
-                    "transforms must not read the batch with unit='user'; found one that does. Leave it out."
-                )
+                raise PrivacyError("transforms must not read the batch with users=; found one that does. Leave it out.")
             users = [Grouping("group('user')", lambda batch: batch[OWNERS].tolist(), frozenset({OWNERS}))]
         if self.plan.adaptive is not None and given.transforms:
             raise PrivacyError(f"an adaptive bound must have no other transforms; found {given!r}. Leave them out.")
-        std = f"{self.plan.noise_multiplier:.4g}·{self.plan.clip:g}" + ("·√P" if self.plan.by else "")
+        std = f"{self.plan.noise_multiplier:.4g}·{self._bound:g}" + ("·√P" if self.plan.clip.by_parameter else "")
         noise = SumTransform(f"private noise({std})", f"N(0, ({std})²)", self._add_noise, additive=True)
-        complete = chain(*given.transforms, *users, self.plan.make_clip(lambda: self._bound), noise)
+        complete = chain(*given.transforms, *users, self._clip(), noise)
         try:
             sensitivity(complete, parameters=1)
         except TransformError as error:
             raise PrivacyError(str(error)) from error
-        return replace(complete, divisor=self.plan.divisor)
+        return replace(complete, divisor=self.plan._divisor)
+
+    def _clip(self) -> SampleTransform:
+        """Clip of the plan; an adaptive one reads the current bound for every microbatch."""
+        if self.plan.adaptive is None:
+            return self.plan.clip
+        return replace(
+            self.plan.clip,
+            name=f"clip({self._bound}, adaptive={self.plan.adaptive})",
+            formula="min(1, C/‖{g}‖)",
+            answer=lambda stats: clip(self._bound).answer(stats),
+        )
 
     def __repr__(self) -> str:
-        return f"{self.plan!r}; spent {self.spent()!r}"
+        return f"{self.plan!r};\nspent {self.spent()!r}"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise PrivacyError(
@@ -114,7 +128,7 @@ class PrivacyMeter:
 
     def admit(self, drawn: Any) -> Any:
         """The user's batch of the next draw; None if it has no samples on this rank. Raises for any other batch."""
-        state = self.plan.state
+        state = self._state
         state.check_process()
         if not isinstance(drawn, DrawnBatch) or drawn.source != state.secret.public_id:
             kind = "one of another Privacy" if isinstance(drawn, DrawnBatch) else type(drawn).__name__
@@ -129,7 +143,7 @@ class PrivacyMeter:
             )
         _check_rows(drawn.batch, drawn.samples)
         self._begin_update()
-        if drawn.batch is None or self.plan.unit == "sample":
+        if drawn.batch is None or self.plan.users is None:
             return drawn.batch
         return {OWNED: drawn.batch, OWNERS: drawn.owners}
 
@@ -138,7 +152,7 @@ class PrivacyMeter:
         views = self.plan.augmentations
 
         def private_loss_fn(model: Any, batch: Any) -> Any:
-            if self.plan.unit == "user":
+            if self.plan.users is not None:
                 batch = batch[OWNED]
             rows = length(batch)
             result = loss_fn(model, _flat(batch, views) if views > 1 else batch)
@@ -160,13 +174,13 @@ class PrivacyMeter:
 
     def _begin_update(self) -> None:
         """Raise unless another update is paid for."""
-        state = self.plan.state
+        state = self._state
         if self.is_spent:
             raise PrivacyError(
                 f"a private step must make at most the {self.plan.updates} updates that are paid for; found that they "
                 f"are made ({self.spent()!r}). Plan more with sw.Privacy(updates=...), before the training."
             )
-        if self.plan.divisor.value is None:
+        if self.plan._divisor.value is None:
             raise PrivacyError(
                 "sums are divided by sample_rate × number of samples; found no number. Call privacy.loader."
             )
@@ -175,29 +189,51 @@ class PrivacyMeter:
     @property
     def is_spent(self) -> bool:
         """True if no further update is paid for, not even as the repetition of an earlier one."""
-        state = self.plan.state
+        return self._state.update >= self.plan.updates or self.is_exhausted
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if repeated updates have used up what is paid for before the last planned update is made."""
+        state = self._state
         is_replay = (state.secret.public_id, state.branch, state.update) in self._spending.releases
-        return state.update >= self.plan.updates or not (self.left or is_replay)
+        return state.update < self.plan.updates and not (self.left or is_replay)
 
     def _add_noise(self, sums: list[Tensor]) -> None:
         assert self._stream is not None
-        std = self.noise_std()
+        std = self._noise_std()
         for total in sums:
             noise = self._stream.normal(total.shape, total.dtype).mul_(std)  # also the imaginary part of complex values
             total.add_(noise.to(total.device))
 
-    def noise_std(self) -> float:
+    def _noise_std(self) -> float:
         """Standard deviation of the noise on each element of the sum: noise multiplier × sensitivity."""
-        return self.plan.gradient_noise_multiplier * self.sensitivity
+        return self._gradient_noise_multiplier() * self.sensitivity
+
+    def _gradient_noise_multiplier(self) -> float:
+        """Noise multiplier of the gradients. With an adaptive bound it is larger than that of the plan, such that
+        gradients and count together have the privacy of the plan.
+        """
+        if self.plan.adaptive is None:
+            return self.plan.noise_multiplier
+        # The count, of values ±1/2, has sensitivity 1/2: its noise multiplier is 2 × count noise.
+        return 1 / sqrt(self.plan.noise_multiplier**-2 - (2 * self._count_noise()) ** -2)
+
+    def _count_noise(self) -> float:
+        """Standard deviation of the noise on the count of unclipped samples, with an adaptive bound."""
+        return max(COUNT_NOISE * self._expected_units(), self.plan.noise_multiplier)
+
+    def _expected_units(self) -> float:
+        """Expected number of samples, or users, of a draw; 0 until a loader is made."""
+        return self.plan.sample_rate * (self._state.units or 0)
 
     @property
     def sensitivity(self) -> float:
         """Largest norm by which one unit changes the sum, with the current bound."""
-        return sensitivity(self.transforms, self.parameters) * self._bound / self.plan.clip
+        return sensitivity(self.transforms, self.parameters) * self._bound / self._first_bound
 
     def release(self, gradients: Iterable[Tensor]) -> None:
         """Record the noisy sum before it is used. Raises if another one was released with this noise. Collective."""
-        state = self.plan.state
+        state = self._state
         digests = current_group().all_gather_object(_digest(gradients))
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
         release = Release(state.update, state.branch, state.secret.public_id, digest)
@@ -213,28 +249,28 @@ class PrivacyMeter:
         """Adapt the bound, and go to the next draw."""
         if self.plan.adaptive is not None:
             self._adapt(parts)
-        self.plan.state.update += 1
+        self._state.update += 1
 
     def _adapt(self, parts: Sequence[SampleStats]) -> None:
         """Move the bound towards the quantile, by a noisy count of the samples that were not clipped. Collective."""
-        state = self.plan.state
+        state = self._state
         halves = 0.0  # Σ ±1/2, so that one sample changes it by 1/2
         for part in parts:
             if isinstance(part.coefficients, Tensor):
                 halves += float((part.coefficients.eq(1).double() - 0.5).sum())
         (total,) = current_group().all_reduce_scalars(halves)
         draw = stream(state.secret, "bound", state.branch, state.update, self.plan.secure)
-        noise = float(draw.normal((1,), torch.float64)) * self.plan.count_noise
+        noise = float(draw.normal((1,), torch.float64)) * self._count_noise()
         assert self.plan.adaptive is not None
-        share = (total + noise) / self.plan.expected_units + 0.5
+        share = (total + noise) / self._expected_units() + 0.5
         self._bound *= exp(-BOUND_RATE * (share - self.plan.adaptive))
 
     # --- state and files -------------------------------------------------------------------------------------------
 
     def share_secret(self) -> None:
         """Use the key of rank 0 on all ranks. Collective."""
-        self.plan.state.check_process()
-        self.plan.state.secret = Secret(current_group().broadcast_object(self.plan.state.secret.bytes))
+        self._state.check_process()
+        self._state.secret = Secret(current_group().broadcast_object(self._state.secret.bytes))
 
     def open(self, directory: str | Path) -> None:
         """Record spending in a directory, and continue what is recorded there. Call it before the first update.
@@ -242,7 +278,7 @@ class PrivacyMeter:
         It holds `privacy.jsonl`, and `privacy.key` until `close(done=True)`. A trainer calls it with its run directory.
         """
         directory = Path(directory).resolve()
-        state = self.plan.state
+        state = self._state
         state.check_process()
         if self._directory == directory:
             return
@@ -255,7 +291,7 @@ class PrivacyMeter:
         self._choose_branch()
 
     def _open_files(self, directory: Path) -> None:
-        state = self.plan.state
+        state = self._state
         spending = self._spending
         moved = state.directory not in (None, directory)
         if moved and (spending.is_open or spending.count):
@@ -263,7 +299,7 @@ class PrivacyMeter:
                 "the updates of one sw.Privacy must be recorded in one directory, because each record counts its own "
                 f"updates only; found {directory} after {state.directory}. Create a new sw.Privacy for each run."
             )
-        spending.open(directory, self.plan.settings)
+        spending.open(directory, self.plan._settings)
         if self.plan.seed is not None:
             return
         if not spending.inherits:  # a key that is here was copied, or its log is lost: its noise may be used elsewhere
@@ -286,13 +322,13 @@ class PrivacyMeter:
 
     def _choose_branch(self) -> None:
         """Use a new branch of the random streams if a replay on the current one has differed."""
-        state = self.plan.state
+        state = self._state
         while (state.secret.public_id, state.branch) in self._spending.diverged:
             state.branch += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Position, bound and spending. It contains no secret."""
-        state = self.plan.state
+        state = self._state
         spent = self._spending.count
         return {
             "update": state.update,
@@ -304,21 +340,21 @@ class PrivacyMeter:
 
     def _recorded_units(self) -> int | str | None:
         """Number of samples, or users; if it is not public, a hash that only the owner of the key can compute."""
-        state = self.plan.state
+        state = self._state
         if state.units is None or not state.hides_units:
             return state.units
         return f"{state.secret.public_id} {state.secret.derive(f'units {state.units}', 16).hex()}"
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from a state. Updates that were made after it was saved are repeated with the same noise."""
-        state = self.plan.state
+        state = self._state
         units = saved["units"]
         other_key = isinstance(units, str) and not units.startswith(state.secret.public_id)
         expected = self._recorded_units() if isinstance(units, str) else state.units
         if None not in (units, expected) and units != expected and not other_key:
             before = "another number" if isinstance(units, str) else units
             raise PrivacyError(
-                f"a private run must be continued with the same dataset; found {state.units} {self.plan.unit}s in "
+                f"a private run must be continued with the same dataset; found {state.units} {self.plan._unit}s in "
                 f"place of {before}. Use the same dataset, or start a new run directory."
             )
         self._spending.assume(saved["spent"])

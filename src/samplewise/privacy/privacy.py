@@ -1,31 +1,30 @@
-"""`sw.Privacy`: plan of a differentially private training."""
+"""`sw.Privacy`: plan of a differentially private training run."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from samplewise.core.text import plural
 from samplewise.privacy import accounting
 from samplewise.privacy.accounting import Releases
 from samplewise.privacy.sampling import DrawState, make_loader
 from samplewise.privacy.spending import Spending
 from samplewise.privacy.streams import Secret
-from samplewise.transforms.clip import clip
+from samplewise.transforms.clip import Clip, clip
 from samplewise.transforms.divisor import Divisor
-from samplewise.transforms.transform import SampleTransform
-
-COUNT_NOISE = 0.05  # noise of the count of unclipped samples, as a share of the expected number of samples
 
 
-@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Privacy:
-    """Plan of a training with (epsilon, delta)-differential privacy, for adding or removing one sample.
+    """Plan of a training run with (epsilon, delta)-differential privacy, for adding or removing one sample.
 
         privacy = sw.Privacy(epsilon=3.0, delta=1e-5, updates=1172, sample_rate=2048 / 60_000, clip=1.0)
         loader = privacy.loader(dataset)
@@ -36,230 +35,234 @@ class Privacy:
     of each sample to norm `clip`; adds Gaussian noise of standard deviation noise_multiplier × sensitivity to the sum;
     and divides by a public constant. Needs `pip install 'samplewise[privacy]'`.
 
-    The guarantee.
+    Guarantee.
     epsilon, noise_multiplier: exactly one of them is given; the other one is computed.
     delta: probability with which the bound epsilon may fail; below 1 / number of samples.
-    updates: number of updates that are paid for; more are refused.
     accountant: "pld" (default, tight) or "rdp", of the package dp-accounting.
-    unit: "sample" (default), or "user": then sampling, clipping and the guarantee refer to all samples of one user.
-    group: with unit="user", the user of each sample of the dataset: a sequence of ids.
+    users: user of each sample of the dataset, a list or tensor of ids; sampling, clipping and the guarantee then refer
+    to all samples of one user. None (default): they refer to single samples.
 
-    The update.
-    sample_rate: probability with which a sample is drawn: expected batch size / number of samples.
-    clip: bound of the norm of each sample's gradient.
-    mode: "flat" (default) or "automatic": see `sw.clip`.
-    by: None (default), or "parameter": clip each parameter's gradient by itself. The sensitivity is then
-    clip × √(number of parameters), which the noise takes into account.
+    Mechanism.
+    updates: number of updates that are paid for; more are refused.
+    sample_rate: probability with which a sample (or user) is drawn: expected batch size / number of samples.
+    clip: bound of the norm of each sample's gradient, or a `sw.clip` with other settings, such as
+    sw.clip(1.0, mode="automatic"). With sw.clip(1.0, by="parameter") the sensitivity is 1.0 × √(number of parameters),
+    which the noise takes into account.
     adaptive: None (default), or the share of samples that shall not be clipped, such as 0.5: the bound then follows
     this quantile of the norms, starting from `clip`. A noisy count of unclipped samples pays for it; the noise of the
     gradients is a little larger, so that the guarantee stays the same.
     augmentations: number of random views of each sample, whose gradients are averaged before they are clipped.
-    max_batch: largest number of samples of an update; if more are drawn, a random part of them is used. The accountant
-    then needs `samples`, the public number of samples or users.
+    max_batch: largest number of samples (or users) of an update; if more are drawn, a random part of them is used. The
+    accountant then needs `dataset_size`.
     divide_by: public constant by which sums are divided; default: sample_rate × number of samples (or users), which
-    makes that number public. With `divide_by`, checkpoints do not contain the number, unless `adaptive` or `samples`
-    makes it public.
+    makes that number public. With `divide_by`, checkpoints do not contain the number, unless `adaptive` or
+    `dataset_size` makes it public.
+    dataset_size: number of samples (or users) of the dataset, which is public; only needed with `max_batch`.
 
-    Randomness.
+    Run.
     seed: None (default) takes a key from the operating system. With a number, a run is reproducible, and not private.
     secure: True draws samples and noise from a cryptographic stream, several times slower.
-
-    Observation.
     observe: False (default) hides losses, norms and sizes of batches, which the guarantee does not cover: nothing of
     them is logged, and the ledger is refused. True shows them.
+
+    The arguments are attributes of the same names: `epsilon` and `noise_multiplier` are numbers, `clip` is a `sw.clip`.
     """
 
+    epsilon: float
+    noise_multiplier: float
     delta: float
+    accountant: Literal["pld", "rdp"]
+    users: Sequence[Hashable] | Tensor | None
     updates: int
     sample_rate: float
-    clip: float
-    epsilon: float | Any = None  # a number after __post_init__
-    noise_multiplier: float | Any = None
-    accountant: str = "pld"
-    unit: str = "sample"
-    group: Sequence[Hashable] | None = None
-    mode: Literal["flat", "automatic"] = "flat"
-    by: Literal["parameter"] | None = None
-    adaptive: float | None = None
-    augmentations: int = 1
-    max_batch: int | None = None
-    samples: int | None = None
-    divide_by: float | None = None
-    seed: int | None = None
-    secure: bool = False
-    observe: bool = False
-    state: DrawState = field(init=False)
-    divisor: Divisor = field(init=False)
-    spending: Spending = field(init=False)
+    clip: Clip
+    adaptive: float | None
+    augmentations: int
+    max_batch: int | None
+    divide_by: float | None
+    dataset_size: int | None
+    seed: int | None
+    secure: bool
+    observe: bool
+    # Shared by the loaders and steps of the plan:
+    _state: DrawState
+    _divisor: Divisor
+    _spending: Spending
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        delta: float,
+        accountant: Literal["pld", "rdp"] = "pld",
+        users: Sequence[Hashable] | Tensor | None = None,
+        updates: int,
+        sample_rate: float,
+        clip: float | Clip,
+        adaptive: float | None = None,
+        augmentations: int = 1,
+        max_batch: int | None = None,
+        divide_by: float | None = None,
+        dataset_size: int | None = None,
+        seed: int | None = None,
+        secure: bool = False,
+        observe: bool = False,
+    ):
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        if (epsilon is None) == (noise_multiplier is None):
+            found = "none" if epsilon is None else "both"
+            raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {found}.")
+        vars(self).update(arguments, clip=_as_clip(clip))  # not by assignment: the instance is frozen
         self._check()
-        targets = (self.delta, self.sample_rate, self.updates, self.accountant)
-        if self.noise_multiplier is None:
-            noise = accounting.calibrate(self.epsilon, *targets, max_batch=self.max_batch, samples=self.samples)
-            object.__setattr__(self, "noise_multiplier", noise)
+        if epsilon is None:
+            vars(self).update(epsilon=self.epsilon_after(updates))
         else:
-            object.__setattr__(self, "epsilon", self.epsilon_after(self.updates))
+            sampling = (sample_rate, updates, accountant, max_batch, dataset_size)
+            vars(self).update(noise_multiplier=accounting.calibrate(epsilon, delta, *sampling))
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a training, with a new key unless a seed is given."""
+        """Begin a training run, with a new key unless a seed is given."""
         secret = Secret.new() if self.seed is None else Secret.from_seed(self.seed)
-        object.__setattr__(self, "state", DrawState(secret, reproducible=self.seed is not None))
-        object.__setattr__(self, "divisor", Divisor(self.divide_by))
-        object.__setattr__(self, "spending", Spending())
+        vars(self).update(
+            _state=DrawState(secret, reproducible=self.seed is not None),
+            _divisor=Divisor(self.divide_by),
+            _spending=Spending(),
+        )
 
     def __deepcopy__(self, memo: Any) -> Privacy:
-        """New plan with the same settings, as of another training: with a key of its own, and nothing spent."""
+        """New plan with the same settings, as of another training run: with a key of its own, and nothing spent."""
         new = copy.copy(self)
         new._begin()
         return new
 
     def _check(self) -> None:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            found = "none" if self.epsilon is None else "both"
-            raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {found}.")
-        for name in ("clip", "noise_multiplier", "divide_by"):
+        for name in ("noise_multiplier", "divide_by"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a finite, positive number; found {value!r}.")
-        if self.unit not in ("sample", "user"):
-            raise ValueError(f"unit must be 'sample' or 'user'; found {self.unit!r}.")
-        if (self.unit == "user") != (self.group is not None):
-            found = "no group" if self.unit == "user" else f"group={type(self.group).__name__} and unit='sample'"
+            if value is not None:
+                _check_positive(name, value)
+        is_sequence = isinstance(self.users, Sequence) or hasattr(self.users, "tolist")
+        if self.users is not None and (isinstance(self.users, str) or not is_sequence):
             raise ValueError(
-                f"unit='user' and group=, the user of each sample, must be given together; found {found}. Pass both."
+                "users must be a list or tensor with the user of each sample of the dataset; found "
+                f"{type(self.users).__name__}."
             )
         if type(self.augmentations) is not int or self.augmentations < 1:
             raise ValueError(f"augmentations must be a positive integer; found {self.augmentations!r}.")
-        if self.augmentations > 1 and self.unit == "user":
-            raise ValueError("augmentations must be 1 with unit='user'; found more. Augment in the dataset.")
+        if self.augmentations > 1 and self.users is not None:
+            raise ValueError("augmentations must be 1 with users=; found more. Augment in the dataset.")
         if self.seed is not None and type(self.seed) is not int:
             raise ValueError(f"seed must be None or an integer; found {self.seed!r}.")
-        if self.adaptive is not None:
-            self._check_adaptive()
-        self.make_clip(lambda: self.clip)  # checks mode and by
-
-    def _check_adaptive(self) -> None:
+        if self.adaptive is None:
+            return
         if not (isinstance(self.adaptive, float) and 0 < self.adaptive < 1):
             raise ValueError(f"adaptive must be a share between 0 and 1, such as 0.5; found {self.adaptive!r}.")
-        if self.by is not None or self.mode != "flat" or self.unit == "user":
+        if self.users is not None or self.clip.by_parameter or self.clip.rescales:
+            found = "users=" if self.users is not None else f"{self.clip}"
             raise ValueError(
-                "an adaptive bound must be used with mode='flat', by=None and unit='sample'; found "
-                f"mode={self.mode!r}, by={self.by!r}, unit={self.unit!r}. Leave adaptive out."
+                "an adaptive bound must be used without users=, and with a clip of the whole norm such as "
+                f"sw.clip(1.0); found {found}. Leave adaptive out."
             )
-
-    # --- the update ------------------------------------------------------------------------------------------------
-
-    def make_clip(self, bound: Any) -> SampleTransform:
-        """Clip of this plan. `bound`: function that returns the current bound of the norm; it is called for every
-        microbatch if the bound is adaptive.
-        """
-        fixed = clip(bound(), by=self.by, mode=self.mode)
-        if self.adaptive is None:
-            return fixed
-        return SampleTransform(
-            name=f"clip({self.clip}, adaptive={self.adaptive})",
-            formula="min(1, C/‖{g}‖)",
-            answer=lambda stats: clip(bound()).answer(stats),
-            needs=fixed.needs,
-            max_norm=self.clip,
-        )
-
-    @property
-    def count_noise(self) -> float:
-        """Standard deviation of the noise on the count of unclipped samples, with an adaptive bound."""
-        return max(COUNT_NOISE * self.expected_units, self.noise_multiplier)
-
-    @property
-    def expected_units(self) -> float:
-        """Expected number of samples, or users, of a draw; 0 until a loader is made."""
-        return self.sample_rate * (self.state.units or 0)
-
-    @property
-    def gradient_noise_multiplier(self) -> float:
-        """Noise multiplier of the gradients. With an adaptive bound it is larger than `noise_multiplier`, such that
-        gradients and count together have the privacy of `noise_multiplier`.
-        """
-        if self.adaptive is None:
-            return self.noise_multiplier
-        # The count, of values ±1/2, has sensitivity 1/2: its noise multiplier is 2 × count_noise.
-        return 1 / sqrt(self.noise_multiplier**-2 - (2 * self.count_noise) ** -2)
 
     # --- data ------------------------------------------------------------------------------------------------------
 
-    def loader(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
+    def loader(self, dataset: Any, **dataloader_arguments: Any) -> DataLoader[Any]:
         """DataLoader whose batches are drawn by Poisson sampling. A pass over it has round(1 / sample_rate) draws.
 
-        dataset: map-style dataset. arguments: of DataLoader, such as num_workers and collate_fn; batch_size, shuffle
-        and samplers are refused.
+        dataset: map-style dataset.
+        dataloader_arguments: of DataLoader, such as num_workers and collate_fn; batch_size, shuffle and samplers are
+        refused.
         """
         loader = make_loader(
             dataset,
             sample_rate=self.sample_rate,
             updates=self.updates,
-            state=self.state,
+            state=self._state,
             secure=self.secure,
             max_batch=self.max_batch,
             augmentations=self.augmentations,
-            users=self.group,
-            **arguments,
+            users=self.users,
+            **dataloader_arguments,
         )
         self._set_units(loader.batch_sampler.units)  # type: ignore[union-attr]
         return loader
 
     def _set_units(self, units: int) -> None:
         """Use the number of samples, or users, of a dataset."""
-        if self.samples is not None and units != self.samples:
+        if self.dataset_size is not None and units != self.dataset_size:
             raise ValueError(
-                f"the dataset must have samples={self.samples} {self.unit}s, the number given to the accountant; "
-                f"found {units}. Pass the right number to sw.Privacy(samples=...)."
+                f"the dataset must have dataset_size={self.dataset_size} {self._unit}s, the number given to the "
+                f"accountant; found {units}. Pass the right number to sw.Privacy(dataset_size=...)."
             )
-        if self.state.units is not None and units != self.state.units:
+        if self._state.units is not None and units != self._state.units:
             raise ValueError(
-                f"all loaders of one Privacy must have the same dataset; found {units} {self.unit}s after "
-                f"{self.state.units}. Make a Privacy for each dataset."
+                f"all loaders of one Privacy must have the same dataset; found {units} {self._unit}s after "
+                f"{self._state.units}. Make a Privacy for each dataset."
             )
-        self.state.units = units
-        self.state.hides_units = self.divide_by is not None and self.samples is None and self.adaptive is None
-        if self.divisor.value is None:
-            self.divisor.value = self.expected_units
+        self._state.units = units
+        self._state.hides_units = self.divide_by is not None and self.dataset_size is None and self.adaptive is None
+        if self._divisor.value is None:
+            self._divisor.value = self.sample_rate * units
+
+    @property
+    def _unit(self) -> str:
+        return "sample" if self.users is None else "user"
 
     # --- accounting ------------------------------------------------------------------------------------------------
 
-    def releases(self, updates: int) -> Releases:
-        """Description of this number of updates, for the accountant."""
-        return Releases(self.noise_multiplier, self.sample_rate, updates, self.max_batch, self.samples)
-
     def epsilon_after(self, updates: int) -> float:
         """Epsilon of this number of updates, at `delta`."""
-        return accounting.epsilon(self.releases(updates), self.delta, self.accountant)
+        return accounting.epsilon(self._releases(updates), self.delta, self.accountant)
 
     def curve(self) -> dict[float, float]:
         """Epsilon of all updates for several values of delta: delta -> epsilon."""
-        return accounting.curve(self.releases(self.updates), self.accountant)
+        return accounting.curve(self._releases(self.updates), self.accountant)
+
+    def _releases(self, updates: int) -> Releases:
+        return Releases(self.noise_multiplier, self.sample_rate, updates, self.max_batch, self.dataset_size)
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Settings that a resumed run must share, as plain values."""
-        names = ("delta", "updates", "sample_rate", "clip", "accountant", "unit", "mode", "by", "adaptive")
-        more = ("augmentations", "max_batch", "samples", "divide_by", "secure")
-        return {"noise_multiplier": self.noise_multiplier, **{n: getattr(self, n) for n in (*names, *more)}}
+        names = ("noise_multiplier", "delta", "accountant", "updates", "sample_rate", "adaptive", "augmentations")
+        more = ("max_batch", "divide_by", "dataset_size", "secure")
+        settings = {name: getattr(self, name) for name in (*names, *more)}
+        return {**settings, "users": self.users is not None, "clip": repr(self.clip)}
 
     def __repr__(self) -> str:
-        unit = f"one {self.unit}" + ("'s samples" if self.unit == "user" else "")
+        """Guarantee, mechanism and what voids the guarantee, on a line each."""
+        unit = "one sample" if self.users is None else "all samples of one user"
         at_most = f", at most {self.max_batch}" if self.max_batch else ""
-        parts = [
-            f"({self.epsilon:.6g}, {self.delta:g})-DP for adding or removing {unit}",
-            f"Poisson sampling {self.sample_rate:.3g}{at_most} × {self.updates} updates",
-            f"Gaussian noise {self.noise_multiplier:.3g} × {self._bound()}",
-            f"{self.accountant.upper()} accountant",
+        clipped = f"{self.clip}" if self.adaptive is None else f"clip({self.clip.max_norm}, adaptive={self.adaptive})"
+        bound = "bound" if self.adaptive is not None else f"{self.clip.max_norm}"
+        bound += " × √parameters" if self.clip.by_parameter else ""
+        accountant = f"{self.accountant.upper()} accountant"
+        lines = [
+            f"({self.epsilon:.6g}, {self.delta:g})-DP for adding or removing {unit}, {accountant}",
+            f"{plural(self.updates, 'update')} of Poisson samples, rate {self.sample_rate:.3g}{at_most}; {clipped}; "
+            f"Gaussian noise {self.noise_multiplier:.3g} × {bound}",
         ]
-        parts += ["reproducible, not private: seed given"] if self.seed is not None else []
-        parts += ["observed: losses, norms and batch sizes are shown, outside of the guarantee"] if self.observe else []
-        return "; ".join(parts)
+        if self.seed is not None:
+            lines.append("reproducible, not private: seed given")
+        if self.observe:
+            lines.append("observed: losses, norms and batch sizes are shown, outside of the guarantee")
+        return ";\n".join(lines)
 
-    def _bound(self) -> str:
-        if self.adaptive is not None:
-            return f"adaptive bound, from {self.clip}"
-        return f"{self.clip} × √parameters" if self.by == "parameter" else f"{self.clip}"
+
+def _check_positive(name: str, value: Any) -> None:
+    if not (isinstance(value, (int, float)) and isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a finite, positive number; found {value!r}.")
+
+
+def _as_clip(given: Any) -> Clip:
+    """The `clip` argument; a number becomes a clip of the whole gradient."""
+    if isinstance(given, (int, float)):
+        _check_positive("clip", given)
+        return clip(float(given))
+    if not isinstance(given, Clip) or given.max_norm is None:
+        raise ValueError(
+            f"clip must be a number, or sw.clip(...) with no settings but mode=, by= and gamma=; found {given!r}."
+        )
+    _check_positive("max_norm of clip", given.max_norm)
+    return given

@@ -337,7 +337,7 @@ def make_loader(
     secure: bool,
     max_batch: int | None = None,
     augmentations: int = 1,
-    users: Sequence[Hashable] | None = None,
+    users: Sequence[Hashable] | Tensor | None = None,
     **dataloader_arguments: Any,
 ) -> DataLoader[Any]:
     """DataLoader of Poisson draws of a map-style dataset; yields a `DrawnBatch` per draw.

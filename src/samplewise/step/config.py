@@ -106,8 +106,10 @@ class StepConfig:
                 "record must be empty with privacy=, because norms of single samples are not covered by the guarantee; "
                 f"found {', '.join(self.record)}. Leave it out, or pass sw.Privacy(observe=True)."
             )
-        if isinstance(self.microbatch, Auto) and self.privacy.plan.unit == "user":
-            raise PrivacyError("microbatch must be a number or None with unit='user'; found an automatic size.")
+        if isinstance(self.microbatch, Auto) and self.privacy.plan.users is not None:
+            raise PrivacyError(
+                "microbatch must be a number or None with users= of sw.Privacy; found an automatic size."
+            )
         object.__setattr__(self, "on_nonfinite", ZERO)
 
     @property

@@ -427,7 +427,7 @@ class Step(CheckedAttributes):
 
     @property
     def privacy(self) -> PrivacyMeter | None:
-        """Privacy of the step: `spent()`, `left`, `open(directory)`; None without privacy=."""
+        """Privacy of the step: `spent()`, `left`, `zeroed`, `open(directory)`, `close()`; None without privacy=."""
         return self.config.privacy
 
     @property

@@ -11,6 +11,10 @@ from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 
+class Clip(SampleTransform):
+    """Result of `clip`, the only transform that `sw.Privacy(clip=...)` accepts."""
+
+
 def clip(
     max_norm: float,
     *,
@@ -18,7 +22,7 @@ def clip(
     mode: Literal["flat", "automatic"] = "flat",
     gamma: float = 0.01,
     per_count: bool = False,
-) -> SampleTransform:
+) -> Clip:
     """Clip each sample's gradient to norm `max_norm`: c = min(1, max_norm / norm).
 
     by="parameter": clip the gradient of each parameter separately; the norm of the whole gradient is then at most
@@ -55,7 +59,7 @@ def clip(
     small = f"{gamma}·count" if per_count else f"{gamma}"
     options = (f", by={by!r}" if by else "") + (f", mode={mode!r}, gamma={gamma}" if mode != "flat" else "")
     options += ", per_count=True" if per_count else ""
-    return SampleTransform(
+    return Clip(
         name=f"clip({max_norm}{options})",
         formula=f"min(1, {bound}/{length})" if mode == "flat" else f"{bound}/({length} + {small})",
         answer=answer,
