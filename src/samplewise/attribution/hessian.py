@@ -1,14 +1,15 @@
-"""`sw.hessian`: exact Hessian of the mean loss as an explicit matrix, for small models."""
+"""`hessian`: exact Hessian of the mean loss as an explicit matrix, for small models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.curvature import Rows, check_damping, check_shapes
+from samplewise.attribution.curvature import Rows, check_shapes, checked_damping
 from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
@@ -30,12 +31,12 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
     every rank passes the same arguments and a loader of all samples, uses its share of the batches, and gets the whole
     result.
     """
-    check_model(model, "sw.hessian(model, loss_fn, loader)")
+    check_model(model, "sw.attribution.hessian(model, loss_fn, loader)")
     parameters = wanted_parameters(model).named
     width = sum(p.numel() for p in parameters.values())
     if not 0 < width <= LARGEST:
         raise ParameterError(
-            f"sw.hessian needs a model of 1 to {LARGEST:,} trainable parameters, because it computes a matrix with the "
+            f"hessian needs a model of 1 to {LARGEST:,} trainable parameters, because it computes a matrix with the "
             f"square of that number; found {width:,}. Use sw.ekfac."
         )
     loss_fn = as_loss_fn(loss_fn)
@@ -46,7 +47,7 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
 
     def add_batches() -> None:
         nonlocal samples
-        for _, batch in share_of_rank(loader, "sw.hessian"):
+        for _, batch in share_of_rank(loader, "hessian"):
             with torch.enable_grad():
                 losses = per_sample(loss_fn(model, batch))[0]
             check_attached(losses)
@@ -87,7 +88,7 @@ def _add_second_derivatives(total: Tensor, losses: Tensor, parameters: list[Tens
 
 
 class Hessian:
-    """Curvature returned by `sw.hessian`: an explicit symmetric matrix.
+    """Curvature returned by `sw.attribution.hessian`: an explicit symmetric matrix.
 
     matrix: (parameters, parameters) in float64, in the order of the model's trainable parameters
     """
@@ -96,24 +97,34 @@ class Hessian:
         self.matrix = matrix
         self.shapes = dict(shapes)
         self._factor: Tensor | None = None  # Cholesky factor of the matrix with `_damping`
-        self._damping: float | None = None
+        self._damping = 0.0
 
-    @property
-    def default_damping(self) -> float:
-        """Mean of the eigenvalues."""
-        return float(self.matrix.diagonal().mean())
+    @cached_property
+    def mean_eigenvalue(self) -> float:
+        """Mean of the absolute values of the eigenvalues. `damping` is a multiple of it.
+
+        Without absolute values, the negative eigenvalues of a model that is not at a minimum would cancel others, and
+        the mean could be zero or negative.
+        """
+        diagonal = self.matrix.diagonal()
+        rounding = len(diagonal) * torch.finfo(diagonal.dtype).eps * diagonal.abs().max()
+        # If this factorization exists, no eigenvalue is below -rounding. It takes a tenth of the time of eigenvalues.
+        shifted = self.matrix.clone()
+        shifted.diagonal().add_(rounding)
+        _, failed = torch.linalg.cholesky_ex(shifted)
+        return float(torch.linalg.eigvalsh(self.matrix).abs().mean() if failed else diagonal.mean())
 
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
-        """Product of (H + damping * identity)^-1 with each row, name -> (n, *shape).
+        """Product of (H + damping * mean_eigenvalue * identity)^-1 with each row, name -> (n, *shape).
 
-        damping: default: the mean of the eigenvalues. For a model trained with SGD for a limited number of updates,
-            1 / (lr * updates) is a good choice, with lr / (1 - momentum) in place of lr: along eigenvectors with
-            smaller eigenvalues, the training has not converged. It must be larger than minus the smallest eigenvalue:
-            the Hessian of a net has negative ones unless it is trained to a minimum, and that of a softmax has zeros.
+        damping: multiple of `mean_eigenvalue`, see `Curvature`; default 0.1. For a model trained with SGD for a limited
+            number of updates, 1 / (lr * updates) / mean_eigenvalue is a good choice, with lr / (1 - momentum) in place
+            of lr: along eigenvectors with smaller eigenvalues, the training has not converged. The sum must be positive
+            definite: the Hessian of a net has negative eigenvalues unless it is trained to a minimum, and that of a
+            softmax has zeros.
         """
         check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
-        check_damping(damping)
-        factor = self._factored(self.default_damping if damping is None else float(damping))
+        factor = self._factored(checked_damping(damping))
         flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)
         solved = torch.cholesky_solve(flat.T.to(factor), factor).T
         parts = solved.split([rows[name][0].numel() for name in self.shapes], 1)
@@ -124,18 +135,23 @@ class Hessian:
         if self._factor is None or damping != self._damping:
             self._factor = None  # free its memory first
             damped = self.matrix.clone()
-            damped.diagonal().add_(damping)
+            damped.diagonal().add_(damping * self.mean_eigenvalue)
             factor, failed = torch.linalg.cholesky_ex(damped)
             if failed or not _is_regular(factor):
-                smallest = float(torch.linalg.eigvalsh(self.matrix)[0])
-                raise ValueError(
-                    f"the Hessian plus damping must be positive definite; found the smallest eigenvalue {smallest:.3g} "
-                    f"with damping {damping:.3g}. Pass a damping above {max(-smallest, 0):.3g}, or train the model "
-                    "closer to a minimum."
-                )
+                raise ValueError(self._not_positive(damping))
             self._factor = factor
             self._damping = damping
         return self._factor
+
+    def _not_positive(self, damping: float) -> str:
+        if not self.mean_eigenvalue:
+            return "the Hessian must not be zero; found zeros only: the losses are linear in the parameters."
+        smallest = float(torch.linalg.eigvalsh(self.matrix)[0]) / self.mean_eigenvalue
+        return (
+            "the Hessian plus damping must be positive definite; found a smallest eigenvalue of "
+            f"{smallest:.3g} times their mean absolute value, with damping {damping:.3g}. Pass a damping above "
+            f"{max(-smallest, 0):.3g}, or train the model closer to a minimum."
+        )
 
     def __repr__(self) -> str:
         return f"Hessian({len(self.matrix):,} parameters)"

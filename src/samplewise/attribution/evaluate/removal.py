@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from samplewise.attribution.evaluate.lds import oriented
+from samplewise.attribution.evaluate.lds import check_scores
 from samplewise.attribution.evaluate.retrain import retrain
-from samplewise.attribution.evaluate.training import MakeStep, number_of_samples
+from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
+from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.core.snapshot import random_state_restored
 from samplewise.core.text import render
 
 
@@ -39,37 +42,57 @@ def removal(
     make_step: MakeStep,
     dataset: Dataset[Any],
     queries: Iterable[Any],
-    folder: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     *,
     baselines: Mapping[str, Tensor] | None = None,
     repeats: int = 1,
     seed: int = 0,
-    **training: Any,
+    epochs: int,
+    batch_size: int = 64,
+    output_fn: OutputFn = margin,
+    processes: int = 1,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Removal:
     """Decrease of each query's output when the model is retrained without the k samples with its highest scores.
 
     A model is trained for each query and each kind of scores, so use few queries. The decrease is the mean output of
     `repeats` models of all samples minus that of `repeats` models without the k samples.
 
-    scores: (queries, n), or (n, queries) as in `lds`
+    scores: (queries, training samples), as in `lds`
     baselines: name -> scores for comparison, such as nearest neighbors; removing random samples is added
-    training: further arguments of `retrain`, such as epochs, batch_size and output_fn
+    directory, epochs, batch_size, output_fn, repeats, processes, collate_fn: as in `retrain`
     """
     n = number_of_samples(dataset)
     if type(k) is not int or not 0 < k < n:
         raise ValueError(f"k must be an integer from 1 to {n - 1}, fewer than the training samples; found {k!r}.")
-    count = _number_of_queries(scores, n)
+    count = _number_of_queries(Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn))
+    check_scores(scores, count, n)
+    for name, each in (baselines or {}).items():
+        check_scores(each, count, n, f"baselines[{name!r}]")
     generator = torch.Generator().manual_seed(seed)
     random = torch.rand(count, n, generator=generator)
     kinds = {"these scores": scores, "random": random, **(baselines or {})}
-    kept = [remaining for each in kinds.values() for remaining in _without_highest(oriented(each, count, n), k)]
-    options: dict[str, Any] = {"repeats": repeats, "seed": seed, **training}
-    folder = os.fspath(folder)
-    whole = retrain(make_step, dataset, [torch.arange(n)], queries, os.path.join(folder, "all"), **options)
-    if whole.shape[-1] != count:
-        raise ValueError(f"scores must have a row for each of the {whole.shape[-1]} queries; found {count}.")
-    without = retrain(make_step, dataset, kept, queries, os.path.join(folder, f"without-{k}"), **options)
-    whole, without = (_mean_of_repeats(each, repeats) for each in (whole, without))
+    kept = [remaining for each in kinds.values() for remaining in _without_highest(each, k)]
+
+    def outputs_of(subsets: list[Tensor], name: str) -> Tensor:
+        outputs = retrain(
+            make_step,
+            dataset,
+            subsets,
+            queries,
+            Path(directory) / name,
+            epochs=epochs,
+            batch_size=batch_size,
+            output_fn=output_fn,
+            repeats=repeats,
+            seed=seed,
+            processes=processes,
+            collate_fn=collate_fn,
+        )
+        return (outputs.mean(0) if repeats > 1 else outputs).double()
+
+    whole = outputs_of([torch.arange(n)], "all")
+    without = outputs_of(kept, f"without-{k}")
     own = without.view(len(kinds), count, count).diagonal(dim1=1, dim2=2)
     per_query = dict(zip(kinds, whole[0] - own, strict=True))
     return Removal(
@@ -80,16 +103,12 @@ def removal(
     )
 
 
-def _number_of_queries(scores: Tensor, n: int) -> int:
-    if scores.dim() != 2 or n not in scores.shape:
-        raise ValueError(f"scores must have shape (queries, n) with n = {n}; found {tuple(scores.shape)}.")
-    return scores.shape[0] if scores.shape[1] == n else scores.shape[1]
+def _number_of_queries(training: Training) -> int:
+    """Number of outputs of a new model, before anything is trained."""
+    with random_state_restored():
+        return len(training.outputs(training.new_step(0).model))
 
 
 def _without_highest(scores: Tensor, k: int) -> list[Tensor]:
     """Indices of all samples but the k with the highest scores, ascending, for each query."""
     return [row.argsort(descending=True, stable=True)[k:].sort().values for row in scores]
-
-
-def _mean_of_repeats(outcomes: Tensor, repeats: int) -> Tensor:
-    return (outcomes.mean(0) if repeats > 1 else outcomes).double()
