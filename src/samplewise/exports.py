@@ -1,12 +1,9 @@
 """Public names of samplewise, imported from the modules that define them; `samplewise.__all__` lists them."""
 
+from samplewise import attribution as attribution
 from samplewise import parallel as parallel
 from samplewise.attribution.ekfac import ekfac as ekfac
-from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
-from samplewise.attribution.outputs import margin as margin
-from samplewise.attribution.select import select as select
-from samplewise.attribution.store import ProjectedStore as ProjectedStore
 from samplewise.attribution.trak import trak as trak
 from samplewise.backward import BackwardResult as BackwardResult
 from samplewise.backward import backward as backward

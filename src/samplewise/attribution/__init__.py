@@ -11,6 +11,7 @@ trak            scores from an ensemble of models, on top of the store
 evaluate        quality of scores, measured by retraining
 """
 
+from samplewise.attribution import evaluate as evaluate
 from samplewise.attribution.curvature import Curvature as Curvature
 from samplewise.attribution.ekfac import EKFAC as EKFAC
 from samplewise.attribution.ekfac import ekfac as ekfac
@@ -28,6 +29,7 @@ __all__ = [
     "Hessian",
     "ProjectedStore",
     "ekfac",
+    "evaluate",
     "hessian",
     "influence",
     "margin",

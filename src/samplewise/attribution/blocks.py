@@ -23,7 +23,6 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
 
 Forms = Mapping[str, PerSampleGrad]  # representations of per-sample gradients by parameter
-RELATIVE_DAMPING = 0.1  # default damping, as a fraction of the mean eigenvalue of the block
 SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
 LEFT = "left"
 RIGHT = "right"
@@ -119,7 +118,7 @@ class KroneckerBlock:
         rotated = Term(_rotated(left, self.left), _rotated(right, self.right))
         return FactoredGrad([rotated], tuple(self.eigenvalues.shape))
 
-    def solve(self, rows: Rows, damping: float | None) -> dict[str, Tensor]:
+    def solve(self, rows: Rows, damping: float) -> dict[str, Tensor]:
         matrices = self.layer.join(rows)
         solved = torch.empty_like(matrices)
         step = max(1, CHUNK // max(matrices[:1].numel(), 1))
@@ -151,7 +150,7 @@ class DiagonalBlock:
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def solve(self, rows: Rows, damping: float | None) -> dict[str, Tensor]:
+    def solve(self, rows: Rows, damping: float) -> dict[str, Tensor]:
         return {self.name: divided(self, rows[self.name], damping)}
 
     def coordinates(self, forms: Forms) -> PerSampleGrad:
@@ -162,18 +161,24 @@ class DiagonalBlock:
 Block = KroneckerBlock | DiagonalBlock
 
 
-def divided(block: Block, rows: Tensor, damping: float | None) -> Tensor:
-    """Rows (n, ...) in the eigenbasis, divided by the damped eigenvalues; 0 where both are zero."""
-    eigenvalues = block.eigenvalues
-    divisor = eigenvalues + (RELATIVE_DAMPING * eigenvalues.mean() if damping is None else damping)
-    divisor = divisor.to(rows)
+def divided(block: Block, rows: Tensor, damping: float) -> Tensor:
+    """Rows (n, ...) in the eigenbasis, divided by the eigenvalues plus `damping` times their mean; 0 where both are
+    zero.
+    """
+    divisor = (block.eigenvalues + damping * block.eigenvalues.mean()).to(rows)
     zero = divisor == 0
     if not zero.any():
         return rows / divisor
     if rows[:, zero].any():
+        names = " and ".join(block.names)
+        if zero.all():
+            raise ValueError(
+                f"the curvature of {names} must not be zero if gradients are not; found zero in all directions. "
+                "Compute it from samples whose losses depend on these parameters, or freeze them with requires_grad."
+            )
         raise ValueError(
-            f"damping must be above 0 for {' and '.join(block.names)}, whose curvature is zero in directions in which "
-            "gradients are not; found none. Pass damping=, for example 1e-4."
+            f"damping must be above 0 for {names}, whose curvature is zero in directions in which gradients are not; "
+            f"found {damping:g}. Pass a multiple of the mean eigenvalue, such as 0.1."
         )
     return torch.where(zero, 0, rows / torch.where(zero, 1, divisor))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, KroneckerBlock, Layer
-from samplewise.attribution.curvature import Rows, check_damping, check_shapes
+from samplewise.attribution.curvature import Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac_fit import fit
 from samplewise.attribution.sampled_labels import SampledLoss
 from samplewise.core.atomic_io import absolute
@@ -25,9 +25,10 @@ from samplewise.engine.checks import check_model
 from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_repeatable
+from samplewise.step.microbatch import Auto
 
 FORMAT = 1
-Labels = str | Callable[[nn.Module, Any], Any]
+Labels = Literal["sampled", "data"] | Callable[[Any, Any], Any]  # (model, batch) -> batch
 
 
 def ekfac(
@@ -35,9 +36,9 @@ def ekfac(
     loss_fn: LossFn,
     loader: Iterable[Any],
     *,
-    labels: Labels = "sampled",
+    labels: Literal["sampled", "data"] | Callable[[Any, Any], Any] = "sampled",
     seed: int = 0,
-    microbatch: int | str | None = None,
+    microbatch: Auto | int | Literal["auto"] = "auto",
 ) -> EKFAC:
     """EK-FAC approximation of the Fisher matrix (Gauss-Newton matrix) of the mean loss over a loader.
 
@@ -62,8 +63,8 @@ def ekfac(
         or a function; models of transformers are known, too. For another loss, a function (model, batch) -> batch with
         sampled labels. "data": the labels of the batches, which gives the empirical Fisher matrix.
     seed: of the sampled labels
-    microbatch: as in `sw.scan`, with another default, None: whole batches. With "auto", which watches what autograd
-        saves, fewer layers may have factors
+    microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
+        `sw.auto(memory)`
     """
     check_model(model, "sw.ekfac(model, loss_fn, loader)")
     check_loader(loader)
@@ -101,15 +102,15 @@ class EKFAC:
         self.shapes = dict(shapes)
 
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
-        """Product of (H + damping * identity)^-1 with each row, name -> (n, *shape).
+        """Product of (H + damping * mean eigenvalue * identity)^-1 with each row, name -> (n, *shape).
 
-        damping: default, for each layer: 0.1 times the mean of its eigenvalues
+        damping: multiple of the mean eigenvalue of each block, see `Curvature`; default 0.1
         """
         check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
-        check_damping(damping)
+        multiple = checked_damping(damping)
         solved: dict[str, Tensor] = {}
         for block in self.blocks:
-            solved.update(block.solve(rows, damping))
+            solved.update(block.solve(rows, multiple))
         return {name: solved[name] for name in rows}
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from samplewise.attribution.blocks import (
     only_term,
     with_zeros,
 )
+from samplewise.attribution.microbatch import Microbatch, scanner_of
 from samplewise.core.batches import keep_whole, length, take
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
@@ -34,14 +36,11 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
 from samplewise.eval_pass import share_of_rank
 from samplewise.parallel.group import current_group, on_every_rank
-from samplewise.scan import scan
 
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
 
 
-def fit(
-    model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, microbatch: int | str | None
-) -> list[Block]:
+def fit(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, microbatch: Microbatch) -> list[Block]:
     """Blocks of the EK-FAC matrix of all trainable parameters. Collective."""
     parameters = wanted_parameters(model).named
     passes = Passes(model, loss_fn, loader, seed, microbatch)
@@ -61,13 +60,14 @@ class Passes:
     loss_fn: LossFn
     loader: Iterable[Any]
     seed: int
-    microbatch: int | str | None
+    microbatch: Microbatch
 
     def run(self, add: Callable[[Forms, int], None], what: str) -> None:
         """Call add(forms, samples) for each microbatch. The state of the random generators is restored."""
         state = RandomState()
         try:
-            for piece, g in scan(self.model, self._at_least_two, self._seeded_batches(what), self.microbatch):
+            scanner = scanner_of(self.model, self._at_least_two, self.microbatch)
+            for piece, g in chain.from_iterable(map(scanner.of, self._seeded_batches(what))):
                 forms: Forms = factored_forms(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
                 with torch.no_grad():  # factors are attached to the graph

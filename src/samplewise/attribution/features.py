@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samplewise.attribution.microbatch import Microbatch, scanner_of
 from samplewise.attribution.outputs import OutputFn, outputs_and_weights
 from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.batches import cut, length
@@ -21,7 +22,6 @@ from samplewise.engine.gradients import project
 from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
 from samplewise.parallel.group import current_group, errors_on_all_ranks
-from samplewise.scan import Scanner
 
 # Rows are written when they have this many elements, or when this time has passed since the last write.
 ELEMENTS_PER_WRITE = 2**24
@@ -40,7 +40,7 @@ def features_of(
     fn: LossFn | OutputFn,
     projection: Projection,
     weighted: bool,
-    microbatch: int | str | None,
+    microbatch: Microbatch,
 ) -> Callable[[Any], Features]:
     """Function batch -> Features. weighted: `fn` is an output function."""
     found: list[Tensor] = []  # weights of the last call
@@ -50,7 +50,7 @@ def features_of(
         found[:] = [weights]
         return outputs
 
-    scanner = Scanner(model, same_constants(outputs, fn) if weighted else fn, microbatch)
+    scanner = scanner_of(model, same_constants(outputs, fn) if weighted else fn, microbatch)
 
     def of_batch(batch: Any) -> Features:
         rows = []
@@ -124,8 +124,8 @@ def adam_scale(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     missing = set(names.values()) - set(scale)
     if missing:
         raise ValueError(
-            "adam must be an optimizer with second moments (exp_avg_sq) of all trained parameters, such as "
-            f"torch.optim.AdamW after a step; found none for {sorted(missing)[0]!r}. Train first, or leave out adam."
+            "second_moments must be an optimizer with second moments (exp_avg_sq) of all trained parameters, such as "
+            f"torch.optim.AdamW after a step; found none for {sorted(missing)[0]!r}. Train first, or leave it out."
         )
     return scale
 

@@ -1,17 +1,19 @@
-"""`sw.hessian`: exact Hessian of the mean loss as an explicit matrix, for small models."""
+"""`hessian`: exact Hessian of the mean loss as an explicit matrix, for small models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.curvature import Rows, check_damping, check_shapes
+from samplewise.attribution.curvature import Rows, check_shapes, checked_damping
 from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
+from samplewise.core.text import listed
 from samplewise.engine.checks import check_attached, check_model
 from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import ParameterError
@@ -30,12 +32,12 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
     every rank passes the same arguments and a loader of all samples, uses its share of the batches, and gets the whole
     result.
     """
-    check_model(model, "sw.hessian(model, loss_fn, loader)")
+    check_model(model, "sw.attribution.hessian(model, loss_fn, loader)")
     parameters = wanted_parameters(model).named
     width = sum(p.numel() for p in parameters.values())
     if not 0 < width <= LARGEST:
         raise ParameterError(
-            f"sw.hessian needs a model of 1 to {LARGEST:,} trainable parameters, because it computes a matrix with the "
+            f"hessian needs a model of 1 to {LARGEST:,} trainable parameters, because it computes a matrix with the "
             f"square of that number; found {width:,}. Use sw.ekfac."
         )
     loss_fn = as_loss_fn(loss_fn)
@@ -46,7 +48,7 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
 
     def add_batches() -> None:
         nonlocal samples
-        for _, batch in share_of_rank(loader, "sw.hessian"):
+        for _, batch in share_of_rank(loader, "hessian"):
             with torch.enable_grad():
                 losses = per_sample(loss_fn(model, batch))[0]
             check_attached(losses)
@@ -87,7 +89,7 @@ def _add_second_derivatives(total: Tensor, losses: Tensor, parameters: list[Tens
 
 
 class Hessian:
-    """Curvature returned by `sw.hessian`: an explicit symmetric matrix.
+    """Curvature returned by `sw.attribution.hessian`: an explicit symmetric matrix.
 
     matrix: (parameters, parameters) in float64, in the order of the model's trainable parameters
     """
@@ -96,24 +98,28 @@ class Hessian:
         self.matrix = matrix
         self.shapes = dict(shapes)
         self._factor: Tensor | None = None  # Cholesky factor of the matrix with `_damping`
-        self._damping: float | None = None
+        self._damping = 0.0
 
     @property
-    def default_damping(self) -> float:
-        """Mean of the eigenvalues."""
-        return float(self.matrix.diagonal().mean())
+    def mean_eigenvalue(self) -> float:
+        """Mean of the absolute values of the eigenvalues. `damping` is a multiple of it.
+
+        Without absolute values, the negative eigenvalues of a model that is not at a minimum would cancel others, and
+        the mean could be zero or negative.
+        """
+        return float(self._eigenvalues.abs().mean())
 
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
-        """Product of (H + damping * identity)^-1 with each row, name -> (n, *shape).
+        """Product of (H + damping * mean_eigenvalue * identity)^-1 with each row, name -> (n, *shape).
 
-        damping: default: the mean of the eigenvalues. For a model trained with SGD for a limited number of updates,
-            1 / (lr * updates) is a good choice, with lr / (1 - momentum) in place of lr: along eigenvectors with
-            smaller eigenvalues, the training has not converged. It must be larger than minus the smallest eigenvalue:
-            the Hessian of a net has negative ones unless it is trained to a minimum, and that of a softmax has zeros.
+        damping: multiple of `mean_eigenvalue`, see `Curvature`; default 0.1. For a model trained with SGD for a limited
+            number of updates, 1 / (lr * updates) / mean_eigenvalue is a good choice, with lr / (1 - momentum) in place
+            of lr: along eigenvectors with smaller eigenvalues, the training has not converged. The sum must be positive
+            definite: the Hessian of a net has negative eigenvalues unless it is trained to a minimum, and that of a
+            softmax has zeros.
         """
         check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
-        check_damping(damping)
-        factor = self._factored(self.default_damping if damping is None else float(damping))
+        factor = self._factored(checked_damping(damping))
         flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)
         solved = torch.cholesky_solve(flat.T.to(factor), factor).T
         parts = solved.split([rows[name][0].numel() for name in self.shapes], 1)
@@ -123,25 +129,33 @@ class Hessian:
     def _factored(self, damping: float) -> Tensor:
         if self._factor is None or damping != self._damping:
             self._factor = None  # free its memory first
+            added = damping * self.mean_eigenvalue
+            self._check_positive(damping, added)
             damped = self.matrix.clone()
-            damped.diagonal().add_(damping)
-            factor, failed = torch.linalg.cholesky_ex(damped)
-            if failed or not _is_regular(factor):
-                smallest = float(torch.linalg.eigvalsh(self.matrix)[0])
-                raise ValueError(
-                    f"the Hessian plus damping must be positive definite; found the smallest eigenvalue {smallest:.3g} "
-                    f"with damping {damping:.3g}. Pass a damping above {max(-smallest, 0):.3g}, or train the model "
-                    "closer to a minimum."
-                )
+            damped.diagonal().add_(added)
+            factor = torch.linalg.cholesky(damped)
             self._factor = factor
             self._damping = damping
         return self._factor
 
+    def _check_positive(self, damping: float, added: float) -> None:
+        """Raise ValueError if the matrix is not positive definite, or singular up to rounding, with `added`."""
+        smallest, largest = self._eigenvalues[[0, -1]].tolist()
+        if smallest + added > len(self.matrix) * torch.finfo(self.matrix.dtype).eps * (largest + added):
+            return
+        mean = self.mean_eigenvalue
+        if not mean:
+            raise ValueError("the Hessian must not be zero; found zeros only: the losses are linear in the parameters.")
+        raise ValueError(
+            "the Hessian plus damping must be positive definite; found a smallest eigenvalue of "
+            f"{smallest / mean:.3g} times their mean absolute value, with damping {damping:.3g}. Pass a damping above "
+            f"{max(-smallest / mean, 0):.3g}, or train the model closer to a minimum."
+        )
+
+    @cached_property
+    def _eigenvalues(self) -> Tensor:
+        """Ascending; takes as long as five factorizations."""
+        return torch.linalg.eigvalsh(self.matrix)
+
     def __repr__(self) -> str:
-        return f"Hessian({len(self.matrix):,} parameters)"
-
-
-def _is_regular(factor: Tensor) -> bool:
-    """False if the matrix of a Cholesky factor is singular up to rounding."""
-    diagonal = factor.diagonal()
-    return bool(diagonal.min() ** 2 > len(factor) * torch.finfo(factor.dtype).eps * diagonal.max() ** 2)
+        return f"Hessian({len(self.matrix):,} parameters in {listed(self.shapes)})"

@@ -8,13 +8,15 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.curvature import Curvature, check_damping
+from samplewise.attribution.curvature import Curvature, checked_damping
 from samplewise.attribution.metrics import Metric, Parts, metric_of
+from samplewise.attribution.microbatch import Microbatch, scanner_of
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
 from samplewise.eval_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
 from samplewise.scan import Scanner, scan
+from samplewise.step.microbatch import Auto
 
 ALL = ""  # name of the only part of scores that are not divided by layer
 
@@ -31,7 +33,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: None = None,
-    microbatch: int | str | None = "auto",
+    microbatch: Auto | int | Literal["auto"] = "auto",
 ) -> Tensor: ...
 @overload
 def influence(
@@ -45,7 +47,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: Literal["layer"],
-    microbatch: int | str | None = "auto",
+    microbatch: Auto | int | Literal["auto"] = "auto",
 ) -> dict[str, Tensor]: ...
 def influence(
     model: nn.Module,
@@ -57,33 +59,34 @@ def influence(
     curvature: Curvature | None = None,
     damping: float | None = None,
     cosine: bool = False,
-    by: str | None = None,
-    microbatch: int | str | None = "auto",
+    by: Literal["layer"] | None = None,
+    microbatch: Auto | int | Literal["auto"] = "auto",
 ) -> Tensor | dict[str, Tensor]:
-    """Influence (training samples, queries): dot products of training and query gradients, summed over checkpoints.
+    """Influence (queries, training samples): dot products of query and training gradients, summed over checkpoints.
 
-    Without curvature this is TracIn: the sum over checkpoints of lr * g_train . g_query. With curvature H, the sum of
-    lr * g_train^T (H + damping)^-1 g_query: leaving a sample out of n and training again to convergence raises the loss
+    Without curvature this is TracIn: the sum over checkpoints of lr * g_query . g_train. With curvature H, the sum of
+    lr * g_query^T (H + damping)^-1 g_train: leaving a sample out of n and training again to convergence raises the loss
     of the query by about its influence / n. Positive for a training sample that lowers the query's loss, negative for
     one that raises it.
 
     Gradients of training samples are not stored. `train` is iterated once for each checkpoint and batch of queries, so
     make the query batches as large as memory allows; with curvature, the gradients of one batch of queries are held as
     rows, a number for each query and parameter. The model is in evaluation mode. With several ranks, every rank passes
-    the same arguments, computes the rows of its share of the training batches, and gets the whole result.
+    the same arguments, computes the columns of its share of the training batches, and gets the whole result.
 
-    train, queries: loaders or lists of batches; rows and columns of the result are in their order
+    train, queries: loaders or lists of batches; columns and rows of the result are in their order
     checkpoints: list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
-    curvature: result of `sw.ekfac` or `sw.hessian`, or another object with a method `solve`, see
+    curvature: result of `sw.ekfac` or `sw.attribution.hessian`, or another object with a method `solve`, see
         `samplewise.attribution.Curvature`; used for all checkpoints. Default: none
-    damping: added to the eigenvalues of the curvature; default: see `solve` of its class, for EK-FAC 0.1 times the mean
-        eigenvalue of each layer, for a Hessian the mean eigenvalue
+    damping: multiple of the mean eigenvalue of the curvature that is added to its eigenvalues, see
+        `samplewise.attribution.Curvature`; default 0.1
     cosine: if True, divide each dot product by both norms, at each checkpoint; 0 if a gradient is zero. With curvature,
         norms are those of the metric, sqrt(g^T (H + damping)^-1 g), which costs a `solve` of the training rows, too
     by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
         "encoder.fc.weight", and "" for those of the model itself. The matrices add up to the result without `by`,
         except with cosine=True, which gives cosines within each layer
-    microbatch: size of the pieces of training batches, as in `sw.scan`
+    microbatch: number of training samples computed at a time, "auto" (default) for the largest that fits into memory,
+        or `sw.auto(memory)`. Query batches are not cut
     """
     _check_options(curvature, damping, cosine, by)
     check_train_and_queries(train, queries)
@@ -101,10 +104,10 @@ def _check_options(curvature: Curvature | None, damping: float | None, cosine: b
         raise ValueError(f"by must be None or 'layer'; found {by!r}.")
     if curvature is not None and not callable(getattr(curvature, "solve", None)):
         raise TypeError(
-            "curvature must be the result of sw.ekfac or sw.hessian, or have a method solve(rows, damping); found "
-            f"{type(curvature).__name__}."
+            "curvature must be the result of sw.ekfac or sw.attribution.hessian, or have a method solve(rows, "
+            f"damping); found {type(curvature).__name__}."
         )
-    check_damping(damping)
+    checked_damping(damping)
     if damping is not None and curvature is None:
         raise ValueError(f"damping needs a curvature; found damping={damping} without. Pass curvature=sw.ekfac(...).")
     if cosine and curvature is not None and by == "layer":
@@ -128,31 +131,31 @@ class _Scores(NamedTuple):
     loss_fn: LossFn
     metric: Metric
     cosine: bool
-    by: str | None
-    microbatch: int | str | None
+    by: Literal["layer"] | None
+    microbatch: Microbatch
 
     def of_all(self, train: Iterable[Any], queries: Iterable[Any]) -> Parts:
-        """Scores (training samples, queries) of each part."""
-        scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
+        """Scores (queries, training samples) of each part."""
+        scanner = scanner_of(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
         queried = scan(self.model, self.loss_fn, queries, None)
-        columns = [self._with_query(scanner, train, self._query(g)) for _, g in queried]
-        return _joined(columns, "queries", dim=1)
+        rows = [self._with_query(scanner, train, self._query(g)) for _, g in queried]
+        return _joined(rows, "queries", dim=0)
 
     def _query(self, g: Gradients) -> _Query:
         return _Query(self.metric.query(g), self._norms(g) if self.cosine else {})
 
     def _with_query(self, scanner: Scanner, train: Iterable[Any], query: _Query) -> Parts:
         def of_batch(batch: Any) -> Parts:
-            return _joined([self._of_piece(g, query) for _, g in scanner.of(batch)], "train")
+            return _joined([self._of_piece(g, query) for _, g in scanner.of(batch)], "train", dim=1)
 
-        return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train")
+        return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train", dim=1)
 
     def _of_piece(self, g: Gradients, query: _Query) -> Parts:
         products = self._grouped(self.metric.products(g, query.gradients))
         if self.cosine:
             norms = self._norms(g)
             products = {name: _cosines(part, norms[name], query.norms[name]) for name, part in products.items()}
-        return {name: part.cpu() for name, part in products.items()}
+        return {name: part.T.cpu() for name, part in products.items()}
 
     def _norms(self, g: Gradients) -> Parts:
         squares = self._grouped({name: norms.square() for name, norms in self.metric.norms(g).items()})
@@ -172,7 +175,7 @@ def _cosines(products: Tensor, norms: Tensor, query_norms: Tensor) -> Tensor:
     return torch.where(scale > 0, products / torch.where(scale > 0, scale, 1), 0)
 
 
-def _joined(parts: list[Parts], name: str, dim: int = 0) -> Parts:
+def _joined(parts: list[Parts], name: str, dim: int) -> Parts:
     if not parts:
         raise ValueError(
             f"{name} must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "

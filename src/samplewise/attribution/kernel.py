@@ -6,7 +6,6 @@ brought up to date when it is needed, and replaced atomically, so that it is con
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -127,14 +126,6 @@ def largest(scores: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, samples.gather(1, order)
 
 
-def check_damping(damping: float | None) -> None:
-    if damping is not None and not (isinstance(damping, (int, float)) and 0 <= damping < math.inf):
-        raise ValueError(
-            f"damping must be a number, 0 or more, or None for no preconditioning; found {damping!r}. It is relative "
-            "to the mean eigenvalue of X^T X."
-        )
-
-
 def updated_gram(file: RowsFile) -> Tensor:
     """X^T X (dim, dim) of all rows, in float64. Rows that were added since the last call are read."""
     done, gram = _read_gram(file)
@@ -143,7 +134,7 @@ def updated_gram(file: RowsFile) -> Tensor:
     for start in range(done, len(file), CHUNK):
         rows = file.rows(start, min(start + CHUNK, len(file))).double()
         gram.addmm_(rows.T, rows)
-    path = file.path / "gram.f64"
+    path = file.directory / "gram.f64"
     if current_group().rank != 0:
         return gram
     # Several processes may search at a time, without a lock, and the store may be read-only: the file is a cache.
@@ -156,7 +147,7 @@ def updated_gram(file: RowsFile) -> Tensor:
 def _read_gram(file: RowsFile) -> tuple[int, Tensor]:
     """Number of rows and X^T X of gram.f64; zeros if there is no valid file."""
     size = file.dim**2 + 1
-    path = file.path / "gram.f64"
+    path = file.directory / "gram.f64"
     if path.is_file() and path.stat().st_size == size * 8:
         saved = torch.from_file(str(path), shared=False, size=size, dtype=torch.float64)
         count = saved[0].item()

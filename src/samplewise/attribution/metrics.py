@@ -1,7 +1,7 @@
 """Inner products of gradients in which `sw.influence` measures: plain, or with the inverse of a curvature.
 
-    Plain        g_train . g_query, from the factors of both
-    Solved       g_train . (H + damping)^-1 g_query, from rows of the queries that the curvature has solved
+    Plain        g_query . g_train, from the factors of both
+    Solved       g_query^T (H + damping)^-1 g_train, from rows of the queries that the curvature has solved
     Eigenbasis   the same for EK-FAC: both gradients in its eigenbasis, where H is diagonal, so that factors are rotated
                  instead of rows
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from samplewise.attribution.blocks import Block, divided, with_zeros
-from samplewise.attribution.curvature import Curvature, Rows, check_shapes
+from samplewise.attribution.curvature import Curvature, Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac import EKFAC
 from samplewise.engine.gradients import Gradients, factored_forms
 from samplewise.engine.grads.base import PerSampleGrad
@@ -47,7 +47,9 @@ def metric_of(curvature: Curvature | None, damping: float | None) -> Metric:
     """Metric for the arguments of `sw.influence`."""
     if curvature is None:
         return Plain()
-    return Eigenbasis(curvature, damping) if isinstance(curvature, EKFAC) else Solved(curvature, damping)
+    if isinstance(curvature, EKFAC):
+        return Eigenbasis(curvature, checked_damping(damping))
+    return Solved(curvature, damping)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Solved:
 @dataclass(frozen=True)
 class Eigenbasis:
     curvature: EKFAC
-    damping: float | None
+    damping: float
 
     @torch.no_grad()
     def query(self, g: Gradients) -> dict[Block, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samplewise.errors import LossesError
 
 # (model, batch) -> outputs (B,), or (outputs, weights); see `outputs_and_weights`
-OutputFn = Callable[[nn.Module, Any], Any]
+OutputFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 
 
 def margin(model: nn.Module, batch: Any) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from samplewise.core.text import plural
 from samplewise.errors import StoreError
 
 PARTIAL_INDEX = "model.json.partial"
+Dtype = Literal["float16", "float32"]
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -48,10 +49,10 @@ class ModelIndex:
 
 
 class RowsFile:
-    """Directory with the projected rows of one model. Opens the directory at `path`, or creates one with `index`."""
+    """Directory with the projected rows of one model. Opens it, or creates it with `index`."""
 
-    def __init__(self, path: Path, dim: int, dtype: str, index: ModelIndex | None = None):
-        self.path = path
+    def __init__(self, directory: Path, dim: int, dtype: Dtype, index: ModelIndex | None = None):
+        self.directory = directory
         self.dim = dim
         rows = {"float16": "rows.f16", "float32": "rows.f32"}[dtype]
         self._files: dict[str, tuple[str, int, torch.dtype]] = {
@@ -59,10 +60,10 @@ class RowsFile:
             "scales": ("scales.f32", 1, torch.float32),
         }
         if index is None:
-            self.index = _read(path / "model.json", dim)
+            self.index = _read(directory / "model.json", dim)
         else:
             self.index = index
-            path.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             self._write_index(index)
         if self.index.weighted:
             self._files["weights"] = ("weights.f32", 1, torch.float32)
@@ -80,7 +81,7 @@ class RowsFile:
             parts["weights"] = weights
         for kind, part in parts.items():
             name, width, dtype = self._files[kind]
-            with _open_for_writing(self.path / name) as file:
+            with _open_for_writing(self.directory / name) as file:
                 file.seek(len(self) * width * dtype.itemsize)
                 file.write(tensor_bytes(part.to(dtype)))
                 file.truncate()
@@ -91,7 +92,7 @@ class RowsFile:
 
     def reload(self) -> None:
         """Read the number of rows again, after another process has appended."""
-        self.index = _read(self.path / "model.json", self.dim)
+        self.index = _read(self.directory / "model.json", self.dim)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows (stop - start, dim) in float32, read through a memory map."""
@@ -108,23 +109,23 @@ class RowsFile:
     def _memory_map(self, kind: str) -> Tensor:
         name, width, dtype = self._files[kind]
         size = len(self) * width
-        return torch.from_file(str(self.path / name), shared=False, size=size, dtype=dtype).view(len(self), width)
+        return torch.from_file(str(self.directory / name), shared=False, size=size, dtype=dtype).view(len(self), width)
 
     def _write_index(self, index: ModelIndex) -> None:
-        path = self.path / "model.json"
-        with atomic_write(path, self.path / PARTIAL_INDEX) as file:
+        path = self.directory / "model.json"
+        with atomic_write(path, self.directory / PARTIAL_INDEX) as file:
             file.write(json.dumps(asdict(index), indent=1).encode())
 
     def _check_sizes(self) -> None:
         for name, width, dtype in self._files.values():
             expected = len(self) * width * dtype.itemsize
-            path = self.path / name
+            path = self.directory / name
             size = path.stat().st_size if path.is_file() else 0
             if size < expected or path.is_dir():
                 raise StoreError(
                     f"{path} must have {expected} bytes for {plural(len(self), 'sample')}; found "
                     f"{'a directory' if path.is_dir() else size}. "
-                    f"Remove {self.path} and fill the store again."
+                    f"Remove {self.directory} and fill the store again."
                 )
 
 
@@ -141,7 +142,7 @@ def read_json(path: Path, types: dict[str, type]) -> dict[str, Any]:
 
 
 def invalid(path: Path) -> StoreError:
-    return StoreError(f"{path} must be a valid index of a store; found other content. Choose another path.")
+    return StoreError(f"{path} must be a valid index of a store; found other content. Choose another directory.")
 
 
 def _read(path: Path, dim: int) -> ModelIndex:

@@ -1,6 +1,8 @@
-"""`sw.select`: choose the training samples that help most on a target set."""
+"""`select`: choose the training samples that help most on a target set."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,16 +16,16 @@ def select(
     queries: Queries,
     k: int,
     *,
-    reduce: str = "max",
+    reduce: Literal["max", "mean"] = "max",
     cosine: bool = True,
     damping: float | None = None,
 ) -> Tensor:
-    """Numbers (k,) of the k samples of a store with the largest scores for a target set, in descending order.
+    """Indices (k,) of the k samples of a store with the largest scores for a target set, in descending order.
 
     The score of a sample is its largest cosine with a query: a cosine, so that samples with large gradients, such as
     wrong labels, do not win by their size alone; the largest, so that samples like any part of the target set are
     chosen. No sample is chosen twice; of equal scores, the earlier sample comes first. Fill the store with
-    `adam=optimizer` to compare queries with the steps that Adam would make, as LESS does.
+    `second_moments=optimizer` to compare queries with the steps that Adam would make, as LESS does.
 
     queries: the target set: Gradients, a tensor (Q, dim) as from `store.project`, or several, as in `store.search`
     reduce: "max" over the queries (default), or "mean" for samples that help all queries together, which may favor one

@@ -13,11 +13,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from samplewise.attribution.curvature import checked_damping
 from samplewise.attribution.features import (
     Features,
     Writer,
@@ -32,7 +33,7 @@ from samplewise.attribution.features import (
     layer_widths,
     skip_samples,
 )
-from samplewise.attribution.kernel import CHUNK, Kernels, check_damping, largest
+from samplewise.attribution.kernel import CHUNK, Kernels, largest
 from samplewise.attribution.npy import mapped, npy_matrix
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.rows_file import DTYPES, PARTIAL_INDEX, ModelIndex, RowsFile, read_json
@@ -48,6 +49,7 @@ from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.parallel.group import current_group, on_every_rank, on_rank_zero
+from samplewise.step.microbatch import Auto
 
 FORMAT = 2
 SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1
@@ -60,19 +62,25 @@ Queries = Rows | Sequence[Rows] | Mapping[int, Rows]
 class ProjectedStore:
     """Directory of random projections of per-sample gradients, of one or several models, searchable by score.
 
-    Opens the store at `path`, or creates one. Sample k is the k-th that was added. One process writes at a time: `add`
-    and `fill` hold a lock, and raise StoreError with the name of the process that holds it. With several ranks, every
-    rank opens the store, at a path that all ranks see.
+    Opens the store in `directory`, or creates one. Sample k is the k-th that was added. One process writes at a time:
+    `add` and `fill` hold a lock, and raise StoreError with the name of the process that holds it. With several ranks,
+    every rank opens the store, in a directory that all ranks see.
 
     dim: numbers per sample and model; the error of a dot product is about |a||b|/sqrt(dim)
     seed: of the projection of the first model, as in `g.project`; model k has seed + k; default 0
     dtype: of the rows on disk, "float16" (default) or "float32"; each row has a float32 scale
-    blocks: "layer" divides `dim` among the layers, so that scores can be restricted to some of them; default "": all
+    blocks: "layer" divides `dim` among the layers, so that scores can be restricted to some of them; default None: all
         parameters are projected together
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], dim: int, seed: int = 0, *, dtype: str = "float16", blocks: str = ""
+        self,
+        directory: str | os.PathLike[str],
+        dim: int,
+        seed: int = 0,
+        *,
+        dtype: Literal["float16", "float32"] = "float16",
+        blocks: Literal["layer"] | None = None,
     ):
         if type(dim) is not int or dim < 1:
             raise ValueError(f"dim must be an integer, 1 or more; found {dim!r}.")
@@ -80,18 +88,23 @@ class ProjectedStore:
             raise ValueError(f"seed must be an integer; found {seed!r}.")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; found {dtype!r}.")
-        if blocks not in ("", "layer"):
-            raise ValueError(f"blocks must be 'layer', or '' for none; found {blocks!r}.")
-        self.path = absolute(path)
+        if blocks not in (None, "layer"):
+            raise ValueError(f"blocks must be 'layer' or None; found {blocks!r}.")
+        self.directory = absolute(directory)
         self.dim = dim
         self.seed = seed
         self.dtype = dtype
         self.blocks = blocks
         self._lock = DirectoryLock(
-            self.path, "store.lock", place="store", user="writer", remedy="open the store again", error=StoreError
+            self.directory, "store.lock", place="store", user="writer", remedy="open the store again", error=StoreError
         )
         on_rank_zero(self._create)
         self._files = on_every_rank(self._open)  # before any rank goes on to write
+
+    @property
+    def _settings(self) -> dict[str, int | str]:
+        """Settings in store.json."""
+        return {"dim": self.dim, "seed": self.seed, "dtype": self.dtype, "blocks": self.blocks or ""}
 
     @property
     def models(self) -> int:
@@ -109,7 +122,8 @@ class ProjectedStore:
 
     def __repr__(self) -> str:
         size = f"{plural(len(self), 'sample')}, {plural(self.models, 'model')}, dim={self.dim}"
-        return f"ProjectedStore({str(self.path)!r}, {size}, seed={self.seed})"
+        settings = f"seed={self.seed}, dtype={self.dtype!r}" + (f", blocks={self.blocks!r}" if self.blocks else "")
+        return f"ProjectedStore({str(self.directory)!r}, {size}, {settings})"
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +147,7 @@ class ProjectedStore:
             if model == self.models:
                 layers = layer_widths(g.names, self.dim) if isinstance(g, Gradients) and self.blocks else ()
                 index = ModelIndex(weighted=weights is not None, layers=layers)
-                self._files.append(RowsFile(self._next_folder(), self.dim, self.dtype, index))
+                self._files.append(RowsFile(self._next_directory(), self.dim, self.dtype, index))
             self._files[model].append(*features)
 
     def fill(
@@ -141,10 +155,10 @@ class ProjectedStore:
         model: nn.Module,
         fn: LossFn | OutputFn,
         loader: Iterable[Any],
-        microbatch: int | str | None = "auto",
         *,
-        output: bool = False,
-        adam: torch.optim.Optimizer | None = None,
+        returns: Literal["losses", "outputs"] = "losses",
+        second_moments: torch.optim.Optimizer | None = None,
+        microbatch: Auto | int | Literal["auto"] = "auto",
     ) -> int:
         """Add the samples of a loader for a model, and return the model's number.
 
@@ -154,21 +168,26 @@ class ProjectedStore:
         cannot write in the meantime. The model is in evaluation mode. With several ranks, each computes its share of
         the batches, and rank 0 writes.
 
-        fn: loss function or criterion, as in `sw.scan`; with output=True an output function such as `sw.margin`, whose
-            weights are stored with the rows
-        adam: optimizer of the Adam family; gradients are multiplied by the scale of its steps, 1 / (sqrt(v) + eps),
-            before they are projected, at the cost of rows of all parameters; default None
+        fn: loss function or criterion, as in `sw.scan`, or an output function such as `sw.attribution.margin`
+        returns: "losses" (default), or "outputs" if `fn` is an output function, whose weights are stored with the rows
+        second_moments: optimizer of the Adam family; gradients are multiplied by the scale of its steps,
+            1 / (sqrt(v) + eps), before they are projected, at the cost of rows of all parameters; default None
+        microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
+            `sw.auto(memory)`
         """
+        if returns not in ("losses", "outputs"):
+            raise ValueError(f"returns must be 'losses' or 'outputs'; found {returns!r}.")
+        weighted = returns == "outputs"
         check_order(loader, "Use shuffle=False: samples are identified by their position.")
         check_has_all_samples(loader)
-        scale = None if adam is None else adam_scale(model, adam)
+        scale = None if second_moments is None else adam_scale(model, second_moments)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         layers = layer_widths(trained, self.dim) if self.blocks else ()
-        index = ModelIndex(0, checksum_of_model(model), output, checksum_of_scale(scale), layers)
+        index = ModelIndex(0, checksum_of_model(model), weighted, checksum_of_scale(scale), layers)
         with self._locked():
             number = self._number(index)
             file = self._files[number]
-            compute = features_of(model, fn, self._projection(number, trained, scale), output, microbatch)
+            compute = features_of(model, fn, self._projection(number, trained, scale), weighted, microbatch)
             batches = with_constants(loader, fn)
             missing = skip_samples(batches, len(file), lambda first: self._compare(compute(first), file))
             writer = Writer(file, self._lock)
@@ -180,7 +199,12 @@ class ProjectedStore:
             return number
 
     def project(
-        self, model: nn.Module, fn: LossFn | OutputFn, loader: Iterable[Any], microbatch: int | str | None = "auto"
+        self,
+        model: nn.Module,
+        fn: LossFn | OutputFn,
+        loader: Iterable[Any],
+        *,
+        microbatch: Auto | int | Literal["auto"] = "auto",
     ) -> Tensor:
         """Projections (Q, dim) of the samples of a loader, to search with; they are not stored.
 
@@ -216,11 +240,11 @@ class ProjectedStore:
         self,
         queries: Queries,
         k: int = 10,
-        chunk: int = CHUNK,
         *,
         cosine: bool = False,
         damping: float | None = None,
         layers: Sequence[str] | None = None,
+        chunk_size: int = CHUNK,
     ) -> tuple[Tensor, Tensor]:
         """The k largest scores (Q, k) of each query, in descending order, and their samples (Q, k). Exact: every row is
         compared; of equal scores, the earlier sample comes first.
@@ -233,12 +257,12 @@ class ProjectedStore:
             a dict {number of the model: queries} to use some of the models
         cosine: divide the inner products by the norms of both rows, and leave out the weights; default False
         damping: precondition with (X^T X + lambda I)^-1, where X are the rows of the model and lambda is `damping`
-            times the mean eigenvalue of X^T X; default None: no preconditioning
+            times the mean eigenvalue of X^T X, see `Curvature`; default None: no matrix is inverted
         layers: use the blocks of these layers only, in a store with blocks="layer"; default None: all
-        chunk: rows in memory at a time; default 8192
+        chunk_size: rows in memory at a time; default 8192
         """
         _check_positive("k", k)
-        chunks = self.score_chunks(queries, chunk, cosine=cosine, damping=damping, layers=layers)
+        chunks = self.score_chunks(queries, cosine=cosine, damping=damping, layers=layers, chunk_size=chunk_size)
         best: tuple[Tensor, Tensor] | None = None
         for part, scores in chunks:
             samples = torch.arange(part.start, part.stop).expand(len(scores), -1)
@@ -256,38 +280,38 @@ class ProjectedStore:
         cosine: bool = False,
         damping: float | None = None,
         layers: Sequence[str] | None = None,
-        out: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | None = None,
     ) -> Tensor:
         """Scores (Q, n) of all samples for each query; see `search` for the arguments.
 
-        out: path of a .npy file for the scores; the result is then a memory map of it. Default None: in memory
+        path: of a .npy file for the scores; the result is then a memory map of it. Default None: in memory
         """
         projected = self._queries(queries)
         chunks = self.score_chunks(projected, cosine=cosine, damping=damping, layers=layers)
-        if out is None:
+        if path is None:
             return torch.cat([scores for _, scores in chunks], 1)
         size = len(next(iter(projected.values()))), self._common_count(projected)
-        with npy_matrix(out, *size) as matrix:
+        with npy_matrix(path, *size) as matrix:
             for part, scores in chunks:
                 matrix[:, part] = scores
-        return mapped(absolute(out), *size)
+        return mapped(absolute(path), *size)
 
     def score_chunks(
         self,
         queries: Queries,
-        chunk: int = CHUNK,
         *,
         cosine: bool = False,
         damping: float | None = None,
         layers: Sequence[str] | None = None,
+        chunk_size: int = CHUNK,
     ) -> Iterator[tuple[slice, Tensor]]:
         """Iterate over (slice of samples, scores (Q, samples of the slice)); see `search` for the arguments."""
-        _check_positive("chunk", chunk)
+        _check_positive("chunk_size", chunk_size)
         projected = self._queries(queries)
         count = self._common_count(projected)
         kernels = self._kernels(projected, cosine, damping, layers)
         vectors = kernels.of_queries(projected)
-        slices = (slice(start, min(start + chunk, count)) for start in range(0, max(count, 1), chunk))
+        slices = (slice(start, min(start + chunk_size, count)) for start in range(0, max(count, 1), chunk_size))
         return ((part, kernels.scores(vectors, part)) for part in slices)
 
     def export(
@@ -329,35 +353,41 @@ class ProjectedStore:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _create(self) -> None:
-        index = self.path / "store.json"
+        index = self.directory / "store.json"
         if index.exists():
             return
         with self._lock:
             if index.exists():  # created by another process in the meantime
                 return
-            if any(self.path.glob("model-*")):
+            if any(self.directory.glob("model-*")):
                 raise StoreError(
-                    f"the store at {self.path} must have a store.json; found rows of models without it. Restore it "
-                    "from a backup, or choose another path."
+                    f"the store in {self.directory} must have a store.json; found rows of models without it. Restore "
+                    "it from a backup, or choose another directory."
                 )
-            content = {"format": FORMAT} | {name: getattr(self, name) for name in SETTINGS}
+            content = {"format": FORMAT} | self._settings
             with atomic_write(index, index.with_suffix(".json.partial")) as file:
                 file.write(json.dumps(content, indent=1).encode())
 
     def _open(self) -> list[RowsFile]:
         self._check_settings()
-        folders = sorted(self.path.glob("model-*"), key=lambda folder: (len(folder.name), folder.name))
-        if folders and folders[-1].is_dir() and {path.name for path in folders[-1].iterdir()} <= {PARTIAL_INDEX}:
-            folders.pop()  # its process was killed before it had rows
-        for number, folder in enumerate(folders):
-            expected = self.path / f"model-{number:04d}"
-            if folder != expected or not folder.is_dir():
+        directories = sorted(
+            self.directory.glob("model-*"), key=lambda directory: (len(directory.name), directory.name)
+        )
+        if (
+            directories
+            and directories[-1].is_dir()
+            and {path.name for path in directories[-1].iterdir()} <= {PARTIAL_INDEX}
+        ):
+            directories.pop()  # its process was killed before it had rows
+        for number, directory in enumerate(directories):
+            expected = self.directory / f"model-{number:04d}"
+            if directory != expected or not directory.is_dir():
+                found = directory.name + ("" if directory.is_dir() else ", which is no directory")
                 raise StoreError(
-                    f"the store at {self.path} must have the rows of model {number} in the directory {expected.name}; "
-                    f"found {folder.name}{'' if folder.is_dir() else ', which is no directory'}. Restore it from a "
-                    "backup, or fill a new store at another path."
+                    f"the store in {self.directory} must have the rows of model {number} in the directory "
+                    f"{expected.name}; found {found}. Restore it from a backup, or fill a new store in another directory."
                 )
-        return [RowsFile(folder, self.dim, self.dtype) for folder in folders]
+        return [RowsFile(directory, self.dim, self.dtype) for directory in directories]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -374,46 +404,48 @@ class ProjectedStore:
         files = self._open()
         if [file.index for file in files] != [file.index for file in self._files]:
             raise StoreError(
-                f"samples must be added to the store at {self.path} by one writer; found that another one has changed "
-                f"it since it was opened here: it has {sum(map(len, files))} rows in place of "
+                f"samples must be added to the store in {self.directory} by one writer; found that another one has "
+                f"changed it since it was opened here: it has {sum(map(len, files))} rows in place of "
                 f"{sum(map(len, self._files))}. Nothing was added. Open the store again, and add what it lacks."
             )
 
     def _check_settings(self) -> None:
-        path = self.path / "store.json"
-        found = read_json(path, {"format": int})["format"]
-        if found != FORMAT:
+        path = self.directory / "store.json"
+        version = read_json(path, {"format": int})["format"]
+        if version != FORMAT:
             raise StoreError(
-                f"{path} must have format {FORMAT}; found {found}. Use the version of samplewise that wrote it, or "
+                f"{path} must have format {FORMAT}; found {version}. Use the version of samplewise that wrote it, or "
                 "fill a new store at another path."
             )
         index = read_json(path, SETTINGS)
-        for name in SETTINGS:
-            expected = getattr(self, name)
+        for name, expected in self._settings.items():
             if index[name] != expected:
+                found = index[name] if index[name] != "" else None  # of blocks
+                wanted = expected if expected != "" else None
                 raise StoreError(
-                    f"the store at {self.path} must have {name}={expected!r}, as requested; found "
-                    f"{name}={index[name]!r}. Open it with {name}={index[name]!r}, or choose another path."
+                    f"the store in {self.directory} must have {name}={wanted!r}, as requested; found {name}={found!r}. "
+                    f"Open it with {name}={found!r}, or choose another directory."
                 )
 
-    def _next_folder(self) -> Path:
-        return self.path / f"model-{self.models:04d}"
+    def _next_directory(self) -> Path:
+        return self.directory / f"model-{self.models:04d}"
 
     def _number(self, wanted: ModelIndex) -> int:
         """Number of the model with this checksum; starts its rows if there are none. Collective."""
         numbers = [number for number, file in enumerate(self._files) if file.index.model == wanted.model]
         if not numbers:
-            folder = self._next_folder()
-            on_rank_zero(lambda: RowsFile(folder, self.dim, self.dtype, wanted) and None)
-            self._files.append(RowsFile(folder, self.dim, self.dtype))
+            directory = self._next_directory()
+            on_rank_zero(lambda: RowsFile(directory, self.dim, self.dtype, wanted) and None)
+            self._files.append(RowsFile(directory, self.dim, self.dtype))
             return self.models - 1
         found = self._files[numbers[0]].index
         if (found.weighted, found.scaling) != (wanted.weighted, wanted.scaling):
             kind = "an output function" if found.weighted else "the loss"
             kind += ", scaled by Adam's second moments" if found.scaling else ""
             raise StoreError(
-                "the rows of a model must be gradients of one function, with one scale; found that the store at "
-                f"{self.path} has rows of {kind} for this model. Pass the same output and adam, or choose another path."
+                "the rows of a model must be gradients of one function, with one scale; found that the store in "
+                f"{self.directory} has rows of {kind} for this model. Pass the same returns and second_moments, or "
+                "choose another directory."
             )
         return numbers[0]
 
@@ -431,9 +463,9 @@ class ProjectedStore:
         stored = file.rows(0, 1)
         if (first.rows[:1] - stored).norm() > SAME * stored.norm():
             raise StoreError(
-                f"continuing to fill the store at {self.path} needs the same samples, in the same order, and the same "
-                "function; found a first sample with another gradient than the stored one. Pass the same arguments, "
-                "or choose another path."
+                f"continuing to fill the store in {self.directory} needs the same samples, in the same order, and the "
+                "same function; found a first sample with another gradient than the stored one. Pass the same "
+                "arguments, or choose another directory."
             )
 
     def _projection(self, number: int, names: Iterable[str], scale: Mapping[str, Tensor] | None = None) -> Projection:
@@ -469,10 +501,10 @@ class ProjectedStore:
     def _kernels(
         self, numbers: Iterable[int], cosine: bool, damping: float | None, layers: Sequence[str] | None
     ) -> Kernels:
-        check_damping(damping)
+        multiple = None if damping is None else checked_damping(damping)
         files = {number: self._files[number] for number in numbers} if self.models else {}
         columns = {number: self._columns(file, layers) for number, file in files.items()}
-        return Kernels(files, damping, cosine, columns)
+        return Kernels(files, multiple, cosine, columns)
 
     def _columns(self, file: RowsFile, layers: Sequence[str] | None) -> Tensor | None:
         if layers is None:
@@ -488,8 +520,8 @@ class ProjectedStore:
         counts = {len(self._files[number]) for number in numbers} if self.models else {0}
         if len(counts) > 1:
             raise StoreError(
-                f"the models of the store at {self.path} must have the same number of samples; found {sorted(counts)}. "
-                "Continue to fill the store, or pass queries for some of the models as a dict."
+                f"the models of the store in {self.directory} must have the same number of samples; found "
+                f"{sorted(counts)}. Continue to fill the store, or pass queries for some of the models as a dict."
             )
         return counts.pop()
 

@@ -6,14 +6,16 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from samplewise.attribution.curvature import checked_damping
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
 from samplewise.eval_pass import check_train_and_queries
 from samplewise.parallel.group import current_group, on_rank_zero
+from samplewise.step.microbatch import Auto
 
 
 def trak(
@@ -24,45 +26,47 @@ def trak(
     dim: int,
     *,
     seed: int = 0,
-    damping: float = 0.1,
-    path: str | os.PathLike[str] | None = None,
-    dtype: str = "float32",
-    microbatch: int | str | None = "auto",
+    damping: float | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    dtype: Literal["float16", "float32"] = "float32",
+    microbatch: Auto | int | Literal["auto"] = "auto",
 ) -> Tensor:
     """TRAK scores (queries, training samples): effect of a training sample on the output of a query.
 
     Positive for a training sample that raises the query's output. With the projected gradients phi of the outputs of
     one model, and Phi those of all training samples, the score is the mean over models of
     phi(query)^T (Phi^T Phi + lambda I)^-1 phi(sample), times the mean over models of the weight of the sample: minus
-    the derivative of its loss with respect to its output, which is 1 - probability for `sw.margin`.
+    the derivative of its loss with respect to its output, which is 1 - probability for `margin`.
 
     models: a model, or a list of models, or a generator that yields one at a time to save memory; for good scores
         train them on different random subsets of the training samples
-    output_fn: (model, batch) -> outputs (B,), or (outputs, weights); `sw.margin` for classification
+    output_fn: (model, batch) -> outputs (B,), or (outputs, weights); `sw.attribution.margin` for classification
     train, queries: loaders or lists of batches; columns and rows of the result are in their order
     dim: numbers per sample and model, fewer than there are training samples
-    damping: lambda divided by the mean eigenvalue of Phi^T Phi; default 0.1. Values from 0.1 to 0.3 were best in
-        measurements
-    path: directory of a `ProjectedStore`, to continue an interrupted call, or to add models later; default: a temporary
+    damping: lambda as a multiple of the mean eigenvalue of Phi^T Phi, see `Curvature`; default 0.1. Values from 0.1 to
+        0.3 were best in measurements
+    directory: of a `ProjectedStore`, to continue an interrupted call, or to add models later; default: a temporary
         directory
     dtype: of the stored rows, "float32" (default), or "float16" for half the disk space and errors of about
         0.25 % of the largest score
+    microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
+        `sw.auto(memory)`
     """
     check_train_and_queries(train, queries)
-    with _directory(path) as folder:
-        store = ProjectedStore(folder, dim, seed, dtype=dtype)
+    with _kept_or_temporary(directory) as place:
+        store = ProjectedStore(place, dim, seed, dtype=dtype)
         projected: dict[int, Tensor] = {}
         for model in _each(models):
-            number = store.fill(model, output_fn, train, microbatch, output=True)
+            number = store.fill(model, output_fn, train, returns="outputs", microbatch=microbatch)
             if number in projected:
                 raise ValueError(
                     "models must differ; found one with the parameters of an earlier one. Pass each model once; a "
                     "generator that loads checkpoints into one model must load another one for each."
                 )
-            projected[number] = store.project(model, output_fn, queries, microbatch)
+            projected[number] = store.project(model, output_fn, queries, microbatch=microbatch)
         if not projected:
             raise ValueError("models must be a model, or at least one model in a list; found none.")
-        return store.scores(projected, damping=damping)
+        return store.scores(projected, damping=checked_damping(damping))
 
 
 def _each(models: nn.Module | Iterable[nn.Module]) -> Iterable[nn.Module]:
@@ -72,10 +76,10 @@ def _each(models: nn.Module | Iterable[nn.Module]) -> Iterable[nn.Module]:
 
 
 @contextmanager
-def _directory(path: str | os.PathLike[str] | None) -> Iterator[str | os.PathLike[str]]:
-    """The path, or a temporary directory that is removed at the end."""
-    if path is not None:
-        yield path
+def _kept_or_temporary(directory: str | os.PathLike[str] | None) -> Iterator[str | os.PathLike[str]]:
+    """The directory, or a temporary one that is removed at the end."""
+    if directory is not None:
+        yield directory
         return
     with tempfile.TemporaryDirectory(prefix="samplewise-trak-") as own:
         yield on_rank_zero(lambda: own)

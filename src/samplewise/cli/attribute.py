@@ -56,8 +56,7 @@ def attribute(
         float | None,
         typer.Option(
             metavar="X",
-            help="With trak: share of the mean eigenvalue, default 0.1. With ekfac: added to the eigenvalues, default "
-            "0.1 times their mean in each layer.",
+            help="With trak and ekfac: multiple of the mean eigenvalue that is added to the eigenvalues. Default: 0.1.",
             show_default=False,
         ),
     ] = None,
@@ -67,7 +66,7 @@ def attribute(
     trust: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder with the measured quality, lds.json. Default: evaluate in the run directory."
+            metavar="DIR", help="Directory with the measured quality, lds.json. Default: evaluate in the run directory."
         ),
     ] = None,
     to: Annotated[

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samplewise.attribution.curvature import DEFAULT_DAMPING
 from samplewise.attribution.ekfac import ekfac
 from samplewise.attribution.influence import influence
 from samplewise.attribution.outputs import OutputFn, margin
@@ -22,7 +23,6 @@ from samplewise.eval_pass import Checkpoint, parameters_kept
 
 LOWERS_LOSS = "training on the sample lowers the loss of the query"
 RAISES_MARGIN = "training on the sample raises the margin of the query, the log-odds of its label"
-TRAK_DAMPING = 0.1  # that of `sw.trak`
 MAX_DIM = 512  # default of --dim for many training samples
 SAMPLES_PER_DIM = 4  # of training samples per dimension, for few
 
@@ -56,25 +56,24 @@ class Scores(NamedTuple):
 
 def _influence(task: Task) -> Scores:
     scores = influence(task.model, task.loss, task.train, task.queries, task.checkpoints)
-    return Scores(scores.T, LOWERS_LOSS, {"weights": [weight for _, weight in task.checkpoints]})
+    return Scores(scores, LOWERS_LOSS, {"weights": [weight for _, weight in task.checkpoints]})
 
 
-def _ekfac(task: Task, damping: float | None = None) -> Scores:
-    labels = "sampled"
+def _ekfac(task: Task, damping: float = DEFAULT_DAMPING) -> Scores:
+    labels: Literal["sampled", "data"] = "sampled"
     try:
         curvature = ekfac(task.model, task.loss, task.train, labels=labels)
     except LossesError:  # not a known likelihood, from which labels could be drawn
         labels = "data"
         curvature = ekfac(task.model, task.loss, task.train, labels=labels)
     scores = influence(task.model, task.loss, task.train, task.queries, curvature=curvature, damping=damping)
-    used = "0.1 times the mean eigenvalue of each layer" if damping is None else damping
-    return Scores(scores.T, LOWERS_LOSS, {"damping": used, "labels": labels})
+    return Scores(scores, LOWERS_LOSS, {"damping": damping, "labels": labels})
 
 
 # --- TRAK -------------------------------------------------------------------------------------------------------------
 
 
-def _trak(task: Task, dim: int | None = None, damping: float = TRAK_DAMPING) -> Scores:
+def _trak(task: Task, dim: int | None = None, damping: float = DEFAULT_DAMPING) -> Scores:
     dim = dim or max(1, min(MAX_DIM, task.train.samples // SAMPLES_PER_DIM))
     has_margin = _is_cross_entropy(task)
     output_fn = margin if has_margin else _minus_loss(task.loss)

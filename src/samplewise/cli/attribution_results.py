@@ -79,11 +79,11 @@ class Quality(NamedTuple):
 
 
 def find_quality(given: Path | None, run: Path) -> Quality:
-    """Read lds.json: that in the folder of --trust, or that in evaluate in the run directory, if there is one."""
+    """Read lds.json: that in the directory of --trust, or that in evaluate in the run directory, if there is one."""
     from samplewise.report.attribution import read_trust
 
-    folder = run / "evaluate" if given is None else given
-    place = folder if folder.name == "lds.json" else folder / "lds.json"
+    directory = run / "evaluate" if given is None else given
+    place = directory if directory.name == "lds.json" else directory / "lds.json"
     if given is None and not place.is_file():
         return Quality(None, place)
     try:

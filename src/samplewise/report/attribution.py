@@ -35,7 +35,7 @@ LIMITS = (
 NOT_MEASURED = (
     "Not measured. To measure the quality of these scores, train models on random subsets of the training data and "
     "compare: subsets, retrain and lds of samplewise.attribution.evaluate. Write the result with "
-    "lds(...).save({place!r}) and run this command again, or pass its folder with --trust."
+    "lds(...).save({place!r}) and run this command again, or pass its directory with --trust."
 )
 TRUST_HEADING = "<h3>How far to trust them</h3>"
 LDS = (

@@ -1,7 +1,7 @@
 """Quality of attribution scores, measured by retraining: how well do they predict what training data changes?
 
 subsets     random subsets of the training data
-retrain     a model per subset, and its outputs for the queries; cached in a folder
+retrain     a model per subset, and its outputs for the queries; cached in a directory
 lds         linear datamodeling score, with standard error and noise ceiling
 removal     change of a query's output after retraining without its highest-scored training samples
 baselines   scores that need no gradients, to compare with

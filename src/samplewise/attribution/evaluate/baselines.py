@@ -18,7 +18,7 @@ from samplewise.eval_pass import check_train_and_queries
 
 
 def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any]) -> dict[str, Tensor]:
-    """Scores (queries, n) of simple methods, for `lds(..., baselines=)`.
+    """Scores (queries, training samples) of simple methods, for `lds(..., baselines=)`.
 
     "neighbors, pixels": cosine similarity of the inputs of samples of the same class, 0 for other classes; only for
         inputs of floating-point numbers of one shape

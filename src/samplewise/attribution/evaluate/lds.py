@@ -13,54 +13,80 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from samplewise.attribution.evaluate.tables import by_query
 from samplewise.core.atomic_io import absolute, atomic_write
-from samplewise.core.text import render
+from samplewise.core.text import plural, render
+
+if TYPE_CHECKING:
+    import pandas
 
 BOOTSTRAPS = 200
 
 Subsets = Tensor | Sequence[Tensor]  # (count, size), or a list of 1-D tensors: indices of training samples
 
 
-def subsets(n: int, count: int, share: float = 0.5, seed: int = 0) -> Tensor:
-    """Random subsets of n training samples: indices (count, size) with size = round(share * n), ascending."""
-    for name, number in (("n", n), ("count", count)):
+def subsets(dataset_size: int, count: int, *, fraction: float = 0.5, seed: int = 0) -> Tensor:
+    """Random subsets of the training samples: indices (count, round(fraction * dataset_size)), ascending."""
+    for name, number in (("dataset_size", dataset_size), ("count", count)):
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
-    size = round(share * n)
-    if not 0 < share < 1 or not 0 < size < n:
+    size = round(fraction * dataset_size)
+    if not 0 < fraction < 1 or not 0 < size < dataset_size:
         raise ValueError(
-            f"share must be between 0 and 1 and leave a part of the {n} samples on both sides; found {share!r}."
+            f"fraction must be between 0 and 1, and leave some of the {dataset_size} samples in and some out; found "
+            f"{fraction!r}."
         )
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(n, generator=generator)[:size].sort().values for _ in range(count)])
+    return torch.stack([torch.randperm(dataset_size, generator=generator)[:size].sort().values for _ in range(count)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LDS:
-    """Linear datamodeling score of attribution scores. `print` shows it beside baselines."""
+    """Linear datamodeling score of attribution scores. `print` shows it beside baselines.
 
-    mean: float  # over queries
-    standard_error: float  # by bootstrap over subsets and queries
-    per_query: Tensor = field(repr=False)  # (q,)
+    mean: over queries
+    standard_error: of the mean, by bootstrap over subsets and queries
+    per_query: (queries,)
+    subsets: number of subsets
+    agreement: mean rank correlation between two trainings of the same subsets with different seeds; None without
+        repetitions
+    ceiling: expected score of a prediction without error, because the outputs that it is compared with contain the
+        noise of the seeds; None without repetitions
+    baselines: LDS of other scores, by name
+    """
+
+    mean: float
+    standard_error: float
+    per_query: Tensor
     subsets: int
-    # Mean rank correlation between two trainings of the same subsets with different seeds; None without repetitions.
     agreement: float | None = None
-    # Expected score of a prediction without error: outputs that are compared with it contain the noise of the seeds.
     ceiling: float | None = None
-    baselines: Mapping[str, LDS] = field(default_factory=dict, repr=False)
+    baselines: Mapping[str, LDS] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"LDS({self.mean:.3f} ± {self.standard_error:.3f}, {self._conditions})"
 
     def __str__(self) -> str:
-        limit = "" if self.ceiling is None else f", ceiling {self.ceiling:.3f}"
-        title = f"LDS over {self.subsets} subsets and {len(self.per_query)} queries{limit}"
+        title = f"LDS over {self._conditions}"
         rows = [(name, f"{each.mean:.3f}", f"{each.standard_error:.3f}") for name, each in self._all().items()]
         return render(("scores", "LDS", "± standard error"), rows, title)
 
+    def to_pandas(self) -> pandas.DataFrame:
+        """DataFrame with the score of each query: a row per query, a column for these scores and for each baseline."""
+        return by_query({name: each.per_query for name, each in self._all().items()})
+
+    @property
+    def _conditions(self) -> str:
+        limit = "" if self.ceiling is None else f", ceiling {self.ceiling:.3f}"
+        return f"{self.subsets} subsets and {plural(len(self.per_query), 'query', 'queries')}{limit}"
+
     def _all(self) -> dict[str, LDS]:
-        return {"these": self, **self.baselines}
+        return {"these scores": self, **self.baselines}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write mean, standard error, ceiling and baselines to a JSON file, which `samplewise attribute` shows."""
@@ -89,8 +115,7 @@ def lds(
 ) -> LDS:
     """Linear datamodeling score of attribution scores: 1 if they rank the retrained models perfectly, 0 by chance.
 
-    scores: (queries, n), as returned by `sw.trak`. Scores (n, queries), as returned by `sw.influence`, are recognized
-        by their shape if n is not the number of queries; transpose them otherwise.
+    scores: (queries, training samples), as returned by `sw.influence` and `sw.trak`
     subsets: indices of the training samples of each model, (count, size) or a list of 1-D tensors
     outcomes: outputs of the models (count, queries), as returned by `retrain`; larger must mean better, as for scores.
         With repeated trainings, (repeats, count, queries): scores are compared with their mean, and the agreement of
@@ -99,7 +124,9 @@ def lds(
     bootstraps: number of resamplings of subsets and queries for the standard error
     """
     repeats = _repeats(outcomes)
-    members = membership(subsets, _samples(scores, repeats))
+    needed = 1 + max((int(indices.max()) for indices in subsets if len(indices)), default=0)
+    check_scores(scores, repeats.shape[2], needed, or_more=True)
+    members = membership(subsets, scores.shape[1])
     if repeats.shape[1] != len(members):
         raise ValueError(f"outcomes must have a row for each of the {len(members)} subsets; found {repeats.shape[1]}.")
     actual = repeats.mean(0).T
@@ -109,12 +136,14 @@ def lds(
     draws = _draws(actual, bootstraps, generator)
 
     def evaluate(scores: Tensor, beside: Mapping[str, LDS]) -> LDS:
-        predicted = oriented(scores, actual.shape[0], members.shape[1]).double().cpu() @ members.T
+        predicted = scores.double().cpu() @ members.T
         per_query = spearman(predicted, actual)
         means = torch.stack([spearman(predicted[q][:, s], actual[q][:, s]).mean() for q, s in draws])
         return LDS(float(per_query.mean()), float(means.std()), per_query, len(members), agreement, ceiling, beside)
 
-    random = torch.randn(actual.shape[0], members.shape[1], generator=generator, dtype=torch.float64)
+    for name, each in (baselines or {}).items():
+        check_scores(each, len(scores), scores.shape[1], f"baselines[{name!r}]")
+    random = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
     others = {name: evaluate(each, {}) for name, each in {"random": random, **(baselines or {})}.items()}
     return evaluate(scores, others)
 
@@ -134,15 +163,24 @@ def membership(subsets: Subsets, n: int) -> Tensor:
     return members
 
 
-def oriented(scores: Tensor, queries: int, n: int) -> Tensor:
-    """Scores (queries, n); transposed if they have the shape (n, queries)."""
-    if scores.shape == (queries, n):
-        return scores
-    if scores.shape == (n, queries):
-        return scores.T
-    raise ValueError(
-        f"scores must have shape (queries, n) = ({queries}, {n}), or its transpose; found {tuple(scores.shape)}."
-    )
+def check_scores(scores: Tensor, queries: int, samples: int, name: str = "scores", *, or_more: bool = False) -> None:
+    """Raise ValueError unless the scores are finite, of shape (queries, training samples). or_more: there may be more
+    training samples than `samples`.
+    """
+
+    def fit(rows: int, columns: int) -> bool:
+        return rows == queries and (columns == samples or (or_more and columns > samples))
+
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else ()
+    if len(shape) != 2 or not fit(*shape):
+        found = shape if isinstance(scores, Tensor) else type(scores).__name__
+        remedy = f" Transpose them: {name}.T." if len(shape) == 2 and fit(*shape[::-1]) else ""
+        columns = f"{samples} or more" if or_more else samples
+        raise ValueError(
+            f"{name} must have shape (queries, training samples) = ({queries}, {columns}); found {found}.{remedy}"
+        )
+    if not scores.isfinite().all():
+        raise ValueError(f"{name} must be finite; found NaN or infinity.")
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:
@@ -170,17 +208,6 @@ def _repeats(outcomes: Tensor) -> Tensor:
     if not outcomes.isfinite().all():
         raise ValueError("outcomes must be finite; found NaN or infinity: the training of a model has diverged.")
     return outcomes.double().cpu().view(-1, *outcomes.shape[-2:])
-
-
-def _samples(scores: Tensor, repeats: Tensor) -> int:
-    """Number of training samples."""
-    queries = repeats.shape[2]
-    if not isinstance(scores, Tensor) or scores.dim() != 2 or queries not in scores.shape:
-        found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"scores must have shape (queries, n) with {queries} queries; found {found}.")
-    if not scores.isfinite().all():
-        raise ValueError("scores must be finite; found NaN or infinity.")
-    return scores.shape[1] if scores.shape[0] == queries else scores.shape[0]
 
 
 def _agreement(repeats: Tensor) -> float | None:

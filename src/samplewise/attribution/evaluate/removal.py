@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from samplewise.attribution.evaluate.lds import oriented
+from samplewise.attribution.evaluate.lds import check_scores
 from samplewise.attribution.evaluate.retrain import retrain
-from samplewise.attribution.evaluate.training import MakeStep, number_of_samples
-from samplewise.core.text import render
+from samplewise.attribution.evaluate.tables import by_query
+from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
+from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.core.snapshot import random_state_restored
+from samplewise.core.text import plural, render
+
+if TYPE_CHECKING:
+    import pandas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Removal:
-    """Mean decrease of the output of a query after retraining without k training samples, for each kind of scores."""
+    """Mean decrease of the output of a query after retraining without k training samples, for each kind of scores.
+
+    decrease, standard_error: mean over queries and its standard error, by kind: "these scores", "random", baselines
+    per_query: decrease of each query (queries,), by kind
+    """
 
     k: int
-    decrease: Mapping[str, float]  # mean over queries
-    standard_error: Mapping[str, float]  # over queries
-    per_query: Mapping[str, Tensor] = field(repr=False)  # (queries,)
+    decrease: Mapping[str, float]
+    standard_error: Mapping[str, float]
+    per_query: Mapping[str, Tensor]
+
+    def __repr__(self) -> str:
+        means = (f"{name} {mean:.3f} ± {self.standard_error[name]:.3f}" for name, mean in self.decrease.items())
+        return f"Removal(k={self.k}, {self._queries}, decrease: {', '.join(means)})"
 
     def __str__(self) -> str:
         rows = [(name, f"{mean:.3f}", f"{self.standard_error[name]:.3f}") for name, mean in self.decrease.items()]
-        queries = len(next(iter(self.per_query.values())))
-        title = f"decrease of the output without {self.k} training samples, {queries} queries"
+        title = f"decrease of the output without {plural(self.k, 'training sample')}, {self._queries}"
         return render(("removed by", "decrease", "± standard error"), rows, title)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """DataFrame with the decrease of each query: a row per query, a column for each kind of scores."""
+        return by_query(self.per_query)
+
+    @property
+    def _queries(self) -> str:
+        return plural(len(next(iter(self.per_query.values()))), "query", "queries")
 
 
 def removal(
@@ -39,37 +61,57 @@ def removal(
     make_step: MakeStep,
     dataset: Dataset[Any],
     queries: Iterable[Any],
-    folder: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     *,
     baselines: Mapping[str, Tensor] | None = None,
     repeats: int = 1,
     seed: int = 0,
-    **training: Any,
+    epochs: int,
+    batch_size: int = 64,
+    output_fn: OutputFn = margin,
+    processes: int = 1,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Removal:
     """Decrease of each query's output when the model is retrained without the k samples with its highest scores.
 
     A model is trained for each query and each kind of scores, so use few queries. The decrease is the mean output of
     `repeats` models of all samples minus that of `repeats` models without the k samples.
 
-    scores: (queries, n), or (n, queries) as in `lds`
+    scores: (queries, training samples), as in `lds`
     baselines: name -> scores for comparison, such as nearest neighbors; removing random samples is added
-    training: further arguments of `retrain`, such as epochs, batch_size and output_fn
+    directory, epochs, batch_size, output_fn, repeats, processes, collate_fn: as in `retrain`
     """
     n = number_of_samples(dataset)
     if type(k) is not int or not 0 < k < n:
         raise ValueError(f"k must be an integer from 1 to {n - 1}, fewer than the training samples; found {k!r}.")
-    count = _number_of_queries(scores, n)
+    count = _number_of_queries(Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn))
+    check_scores(scores, count, n)
+    for name, each in (baselines or {}).items():
+        check_scores(each, count, n, f"baselines[{name!r}]")
     generator = torch.Generator().manual_seed(seed)
     random = torch.rand(count, n, generator=generator)
     kinds = {"these scores": scores, "random": random, **(baselines or {})}
-    kept = [remaining for each in kinds.values() for remaining in _without_highest(oriented(each, count, n), k)]
-    options: dict[str, Any] = {"repeats": repeats, "seed": seed, **training}
-    folder = os.fspath(folder)
-    whole = retrain(make_step, dataset, [torch.arange(n)], queries, os.path.join(folder, "all"), **options)
-    if whole.shape[-1] != count:
-        raise ValueError(f"scores must have a row for each of the {whole.shape[-1]} queries; found {count}.")
-    without = retrain(make_step, dataset, kept, queries, os.path.join(folder, f"without-{k}"), **options)
-    whole, without = (_mean_of_repeats(each, repeats) for each in (whole, without))
+    kept = [remaining for each in kinds.values() for remaining in _without_highest(each, k)]
+
+    def outputs_of(subsets: list[Tensor], name: str) -> Tensor:
+        outputs = retrain(
+            make_step,
+            dataset,
+            subsets,
+            queries,
+            Path(directory) / name,
+            epochs=epochs,
+            batch_size=batch_size,
+            output_fn=output_fn,
+            repeats=repeats,
+            seed=seed,
+            processes=processes,
+            collate_fn=collate_fn,
+        )
+        return (outputs.mean(0) if repeats > 1 else outputs).double()
+
+    whole = outputs_of([torch.arange(n)], "all")
+    without = outputs_of(kept, f"without-{k}")
     own = without.view(len(kinds), count, count).diagonal(dim1=1, dim2=2)
     per_query = dict(zip(kinds, whole[0] - own, strict=True))
     return Removal(
@@ -80,16 +122,12 @@ def removal(
     )
 
 
-def _number_of_queries(scores: Tensor, n: int) -> int:
-    if scores.dim() != 2 or n not in scores.shape:
-        raise ValueError(f"scores must have shape (queries, n) with n = {n}; found {tuple(scores.shape)}.")
-    return scores.shape[0] if scores.shape[1] == n else scores.shape[1]
+def _number_of_queries(training: Training) -> int:
+    """Number of outputs of a new model, before anything is trained."""
+    with random_state_restored():
+        return len(training.outputs(training.new_step(0).model))
 
 
 def _without_highest(scores: Tensor, k: int) -> list[Tensor]:
     """Indices of all samples but the k with the highest scores, ascending, for each query."""
     return [row.argsort(descending=True, stable=True)[k:].sort().values for row in scores]
-
-
-def _mean_of_repeats(outcomes: Tensor, repeats: int) -> Tensor:
-    return (outcomes.mean(0) if repeats > 1 else outcomes).double()

@@ -1,6 +1,6 @@
-"""Retraining on subsets of the training data, cached in a folder.
+"""Retraining on subsets of the training data, cached in a directory.
 
-    settings.json       settings of the trainings; a folder with other settings is refused
+    settings.json       settings of the trainings; a directory with other settings is refused
     00-0007.safetensors repetition 0, subset 7: outputs of the queries, and the state dict with keep_models=True
 
 Each model is written atomically when its training has ended, so that an interrupted call continues where it stopped.
@@ -50,7 +50,7 @@ def retrain(
     dataset: Dataset[Any],
     subsets: Subsets,
     queries: Iterable[Any],
-    folder: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     *,
     epochs: int,
     batch_size: int = 64,
@@ -64,7 +64,7 @@ def retrain(
     """Train a model on each subset and return its outputs for the queries, (count, queries) or, with `repeats` above
     one, (repeats, count, queries).
 
-    Outputs are kept in `folder`: a second call returns them without training, and an interrupted call, even one that
+    Outputs are kept in `directory`: a second call returns them without training, and an interrupted call, even one that
     was killed, continues with the models that are missing. Small models with an elementwise optimizer (SGD, Adam, ...),
     without transforms, buffers and dropout are trained stacked as one batched model, with the same result to rounding.
 
@@ -91,25 +91,27 @@ def retrain(
             raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
     training = Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn)
     chosen = _checked(subsets, number_of_samples(dataset))
-    folder = absolute(folder)
+    directory = absolute(directory)
     require_safetensors("retrained models")
     with random_state_restored():
         step = training.new_step(_seed_of(seed, (0, 0)))
         _check_new_model(step.model, training.new_step(_seed_of(seed, (0, 0))).model)
     asked = len(training.outputs(step.model))  # also finds errors of output_fn before anything is trained
-    _claim(folder, _settings(training, step, chosen, asked, seed))
-    jobs = [(r, s) for r in range(repeats) for s in range(len(chosen)) if not _is_done(folder, (r, s), keep_models)]
+    _claim(directory, _settings(training, step, chosen, asked, seed))
+    jobs = [(r, s) for r in range(repeats) for s in range(len(chosen)) if not _is_done(directory, (r, s), keep_models)]
     if jobs:
-        _train_all(_Retraining(training, chosen, folder, seed, keep_models), jobs, step, processes)
-    found = torch.stack([torch.stack([_read(folder, (r, s)) for s in range(len(chosen))]) for r in range(repeats)])
+        _train_all(_Retraining(training, chosen, directory, seed, keep_models), jobs, step, processes)
+    found = torch.stack([torch.stack([_read(directory, (r, s)) for s in range(len(chosen))]) for r in range(repeats)])
     return found if repeats > 1 else found[0]
 
 
-def models(make_step: MakeStep, folder: str | os.PathLike[str], repeat: int = 0) -> Iterator[nn.Module]:
+def models(make_step: MakeStep, directory: str | os.PathLike[str], repeat: int = 0) -> Iterator[nn.Module]:
     """Iterate over the models that `retrain(..., keep_models=True)` has trained, in the order of the subsets."""
-    files = sorted(absolute(folder).glob(f"{repeat:02}-*{SUFFIX}"))
+    files = sorted(absolute(directory).glob(f"{repeat:02}-*{SUFFIX}"))
     if not files:
-        raise FileNotFoundError(f"{folder} must hold trained models; found none. Call retrain with keep_models=True.")
+        raise FileNotFoundError(
+            f"{directory} must hold trained models; found none. Call retrain with keep_models=True."
+        )
     with random_state_restored():
         model = make_step().model
     for file in files:
@@ -125,10 +127,10 @@ def models(make_step: MakeStep, folder: str | os.PathLike[str], repeat: int = 0)
 class _Retraining:
     """Trains models and writes their files. Picklable, for worker processes."""
 
-    def __init__(self, training: Training, subsets: Sequence[Tensor], folder: Path, seed: int, keep_models: bool):
+    def __init__(self, training: Training, subsets: Sequence[Tensor], directory: Path, seed: int, keep_models: bool):
         self.training = training
         self.subsets = subsets
-        self.folder = folder
+        self.directory = directory
         self.seed = seed
         self.keep_models = keep_models
 
@@ -143,7 +145,7 @@ class _Retraining:
         for job, model in zip(jobs, trained, strict=True):
             state = model.state_dict() if self.keep_models else {}
             parameters = {STATE + name: tensor for name, tensor in state.items()}
-            write_tensors(_file(self.folder, job), {"outputs": self.training.outputs(model), **parameters}, None)
+            write_tensors(_file(self.directory, job), {"outputs": self.training.outputs(model), **parameters}, None)
         return len(jobs)
 
     def train_in_worker(self, jobs: Sequence[Job], stack: bool) -> int:
@@ -275,35 +277,35 @@ def _repeatable(compute: Callable[[], str]) -> str:
         return first if compute() == first else "random"
 
 
-def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the settings, or raise if the folder holds models of other settings."""
-    path = folder / "settings.json"
+def _claim(directory: Path, settings: dict[str, Any]) -> None:
+    """Write the settings, or raise if the directory holds models of other settings."""
+    path = directory / "settings.json"
     if path.exists():
         found = read_json(path, {})
         differing = [name for name in settings if found.get(name) != settings[name]]
         if differing:
             name = differing[0]
             raise StoreError(
-                f"{folder} must hold models of the same settings; found other {name}: {found.get(name)} in the folder, "
-                f"{settings[name]} in this call. Choose another folder, or remove this one."
+                f"{directory} must hold models of the same settings; found other {name}: {found.get(name)} there, "
+                f"{settings[name]} in this call. Choose another directory, or remove this one."
             )
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, path.with_name("settings.json.partial")) as file:
         file.write(json.dumps(settings, indent=1).encode())
 
 
-def _file(folder: Path, job: Job) -> Path:
-    return folder / f"{job[0]:02}-{job[1]:04}{SUFFIX}"
+def _file(directory: Path, job: Job) -> Path:
+    return directory / f"{job[0]:02}-{job[1]:04}{SUFFIX}"
 
 
-def _is_done(folder: Path, job: Job, keep_models: bool) -> bool:
-    path = _file(folder, job)
+def _is_done(directory: Path, job: Job, keep_models: bool) -> bool:
+    path = _file(directory, job)
     return path.exists() and (not keep_models or len(_load(path)) > 1)
 
 
-def _read(folder: Path, job: Job) -> Tensor:
-    path = _file(folder, job)
+def _read(directory: Path, job: Job) -> Tensor:
+    path = _file(directory, job)
     tensors = _load(path)
     if "outputs" not in tensors:
         raise StoreError(
