@@ -1,7 +1,9 @@
 """Public names of samplewise, imported from the modules that define them; `samplewise.__all__` lists them."""
 
 from samplewise import attribution as attribution
+from samplewise import diagnostics as diagnostics
 from samplewise import parallel as parallel
+from samplewise import testing as testing
 from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.trak import trak as trak
@@ -13,7 +15,6 @@ from samplewise.core.constants import batch_constants as batch_constants
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale
-from samplewise.diagnostics.noise import signal_to_noise as signal_to_noise
 from samplewise.diagnostics.similarity import similarity as similarity
 from samplewise.diagnostics.suspects import suspects as suspects
 from samplewise.engine.gradients import Gradients as Gradients
@@ -54,7 +55,6 @@ from samplewise.step.functional_optim import sgd as sgd
 from samplewise.step.microbatch import auto as auto
 from samplewise.step.step import Step as Step
 from samplewise.step.update import Update as Update
-from samplewise.testing.transforms import check_transform as check_transform
 from samplewise.transforms.align import align as align
 from samplewise.transforms.chain import chain as chain
 from samplewise.transforms.clip import clip as clip

@@ -40,7 +40,7 @@ QUANTITIES = {
     "scan": lambda device: [(g.norms(), g.sum()) for _, g in sw.scan(network(device), losses, batches(device))],
     "suspects": suspects,
     "fisher": lambda device: sw.fisher(network(device), losses, batches(device)),
-    "signal to noise": lambda device: sw.signal_to_noise(gradients(device)),
+    "signal to noise": lambda device: sw.diagnostics.signal_to_noise(gradients(device)),
     "similarity": lambda device: sw.similarity(gradients(device)).matrix,
     "influence": lambda device: sw.influence(network(device), losses, batches(device), batches(device)[:1]),
     "noise scale": lambda device: [float(value) for value in astuple(sw.noise_scale(gradients(device)))],

@@ -74,12 +74,12 @@ def test_signal_to_noise_by_parameter_and_layer():
         trace = flat.var(0).sum().item()
         parts[name] = (flat.mean(0).square().sum().item() - trace / len(y), trace)
     expected = {name: signal / trace for name, (signal, trace) in parts.items()}
-    assert sw.signal_to_noise(g) == pytest.approx(expected, rel=1e-9)
+    assert sw.diagnostics.signal_to_noise(g) == pytest.approx(expected, rel=1e-9)
     layers = {}
     for layer in ("0", "2"):
         pairs = [parts[f"{layer}.{kind}"] for kind in ("weight", "bias")]
         layers[layer] = sum(s for s, _ in pairs) / sum(t for _, t in pairs)
-    assert sw.signal_to_noise(g, by="layer") == pytest.approx(layers, rel=1e-9)
+    assert sw.diagnostics.signal_to_noise(g, by="layer") == pytest.approx(layers, rel=1e-9)
 
 
 def test_a_running_estimate_averages_before_it_divides():
@@ -220,4 +220,4 @@ def test_bad_arguments():
     with pytest.raises(TypeError, match="norms and the norm of the mean gradient; found norms alone"):
         sw.NoiseScale().add(torch.ones(3))
     with pytest.raises(ValueError, match="by must be 'parameter' or 'layer'; found 'module'"):
-        sw.signal_to_noise(gradients(model, x, y), by="module")
+        sw.diagnostics.signal_to_noise(gradients(model, x, y), by="module")

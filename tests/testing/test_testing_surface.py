@@ -12,7 +12,7 @@ from samplewise.testing import CASES, CaseResult, check_rule, check_transform, r
 def test_all_names_can_be_imported():
     for name in testing.__all__:
         assert getattr(testing, name) is not None
-    assert check_transform is sw.check_transform
+    assert sw.testing.check_transform is check_transform
 
 
 def test_unknown_names_are_an_error():

@@ -52,19 +52,19 @@ GOOD_WITH_BATCH = [
 
 @pytest.mark.parametrize("transform", GOOD, ids=lambda t: getattr(t, "__name__", repr(t)))
 def test_what_ships_passes(transform):
-    sw.check_transform(transform)
-    sw.check_transform(transform, BATCH)
+    sw.testing.check_transform(transform)
+    sw.testing.check_transform(transform, BATCH)
 
 
 @pytest.mark.parametrize("transform", GOOD_WITH_BATCH, ids=repr)
 def test_what_looks_into_the_batch_passes(transform):
-    sw.check_transform(transform, BATCH)
+    sw.testing.check_transform(transform, BATCH)
 
 
 def test_a_short_table_passes():
     """As long as the batch it is checked with; or as whatever is made up where there is none."""
-    sw.check_transform(sw.weight(torch.rand(6)), BATCH)
-    sw.check_transform(sw.weight(torch.rand(4)))
+    sw.testing.check_transform(sw.weight(torch.rand(6)), BATCH)
+    sw.testing.check_transform(sw.weight(torch.rand(4)))
 
 
 # ------------------------------------------------------------- what does not keep the rules
@@ -162,16 +162,16 @@ BAD = [
 @pytest.mark.parametrize(("transform", "message"), BAD)
 def test_what_breaks_a_rule(transform, message):
     with pytest.raises(sw.TransformError, match=message):
-        sw.check_transform(transform)
+        sw.testing.check_transform(transform)
 
 
 def test_changing_what_one_was_handed_a_copy_of():
     """Norms are scaled for each transform anew: changing them changes nothing."""
-    sw.check_transform(doubling_norms)
+    sw.testing.check_transform(doubling_norms)
 
 
 def test_a_window_function_need_not_answer_for_parts():
-    sw.check_transform(sw.weight(share, window=True))
+    sw.testing.check_transform(sw.weight(share, window=True))
 
 
 def test_changing_the_batch():
@@ -181,7 +181,7 @@ def test_changing_the_batch():
 
     batch = {**BATCH, "w": BATCH["w"].clone()}
     with pytest.raises(sw.TransformError, match="must not modify its input"):
-        sw.check_transform(sw.weight(bad), batch)
+        sw.testing.check_transform(sw.weight(bad), batch)
 
 
 @pytest.mark.parametrize("transform", [sw.weight("w"), sw.weight(torch.ones(9), index="i")], ids=repr)
@@ -189,12 +189,12 @@ def test_a_batch_is_needed(transform):
     with pytest.raises(
         sw.TransformError, match=r"reads the batch and needs one; found none\. Call check_transform\(transform, batch\)"
     ):
-        sw.check_transform(transform)
+        sw.testing.check_transform(transform)
 
 
 def test_a_batch_is_needed_for_keys():
     with pytest.raises(sw.SamplewiseError, match="batch"):
-        sw.check_transform(sw.group("user"))
+        sw.testing.check_transform(sw.group("user"))
 
 
 # ------------------------------------------------------------- on the sum
@@ -221,11 +221,11 @@ def breaking(sums):
 def test_sums_that_are_not_changed_in_place(act):
     transform = SumTransform("own()", "x", act)
     with pytest.raises(sw.TransformError, match=r"own\(\) must change the sums in place and keep them finite; found"):
-        sw.check_transform(transform)
+        sw.testing.check_transform(transform)
 
 
 def test_sums_that_are():
-    sw.check_transform(SumTransform("own()", "x", lambda sums: [s.add_(1) for s in sums] and None))
+    sw.testing.check_transform(SumTransform("own()", "x", lambda sums: [s.add_(1) for s in sums] and None))
 
 
 # ------------------------------------------------------------- keys
@@ -240,8 +240,8 @@ def test_sums_that_are():
 )
 def test_keys_that_break_a_rule(keys, message):
     with pytest.raises(sw.TransformError, match=message):
-        sw.check_transform(sw.group(keys), BATCH)
+        sw.testing.check_transform(sw.group(keys), BATCH)
 
 
 def test_keys_of_ones_own():
-    sw.check_transform(Grouping("own()", lambda batch: batch["user"]), BATCH)
+    sw.testing.check_transform(Grouping("own()", lambda batch: batch["user"]), BATCH)

@@ -22,7 +22,7 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.clip(1.0, mode="smooth")  # wrong
     sw.drop(1, score="loss")  # wrong
     sw.align({}, kind="angle")  # wrong
-    sw.signal_to_noise(g, by="module")  # wrong
+    sw.diagnostics.signal_to_noise(g, by="module")  # wrong
     g.sum().norm()  # wrong
     print(g[3].shape)  # wrong
     step.sampels = 3  # wrong
