@@ -20,7 +20,7 @@ from samplewise.attribution import evaluate
 from samplewise.integrations import loggers
 from samplewise.loop import callbacks, events
 from samplewise.privacy.audit import PrivacyAudit
-from samplewise.privacy.meter import Spent
+from samplewise.privacy.meter import PrivacyMeter, Spent
 from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -38,7 +38,7 @@ SECTIONS = {
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {
-    "Differential privacy": [Spent, PrivacyAudit],
+    "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
     "Attribution": [attribution.Curvature, attribution.EKFAC, attribution.Hessian],
 }

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.distributed.strategy import Strategy
 from samplewise.errors import NonFiniteGradientError, PrivacyError
-from samplewise.privacy.meter import PrivacyMeter
+from samplewise.privacy.mechanism import Mechanism
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES
 from samplewise.step.functional_optim import GradientDescent
@@ -41,7 +41,7 @@ class StepConfig:
     strategy: Strategy = None
     record: frozenset[str] = frozenset()
     interacting: str = "refuse"
-    privacy: PrivacyMeter | None = None
+    privacy: Mechanism | None = None
 
     def __post_init__(self) -> None:
         if self.privacy is not None:
