@@ -20,7 +20,7 @@ from samplewise import attribution, diagnostics
 from samplewise.attribution import evaluate
 from samplewise.loop import callbacks, events, loggers
 from samplewise.privacy.audit import PrivacyAudit
-from samplewise.privacy.meter import Spent
+from samplewise.privacy.meter import PrivacyMeter, Spent
 from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -30,7 +30,17 @@ SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
     "Loops without a step": ["backward", "BackwardResult"],
     "Training steps": ["Step", "Update", "auto", "batch_constants", "sgd"],
-    "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "testing.check_transform"],
+    "Transforms": [
+        "chain",
+        "clip",
+        "weight",
+        "drop",
+        "normalize",
+        "align",
+        "group",
+        "noise",
+        "testing.check_transform",
+    ],
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "diagnostics.signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ekfac", "hessian", "trak", "select", "margin", "ProjectedStore"],
@@ -38,7 +48,7 @@ SECTIONS = {
     "Ledger": ["Ledger", "Indexed", "read_ledger"],
 }
 RESULTS = {
-    "Differential privacy": [Spent, PrivacyAudit],
+    "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
     "Attribution": [attribution.Curvature, attribution.EKFAC, attribution.Hessian],
 }

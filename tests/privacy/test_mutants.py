@@ -16,8 +16,8 @@ import torch
 from private_runs import SAMPLES, assert_same, by_hand, make, plan, train
 from test_sensitivity import CHAINS, assert_bounded
 
-from samplewise.privacy import meter
-from samplewise.privacy.meter import PrivacyMeter
+from samplewise.privacy import mechanism
+from samplewise.privacy.mechanism import Mechanism
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.privacy.streams import stream
 from samplewise.step.apply import UpdateApplier
@@ -86,17 +86,17 @@ def test_the_distribution_of_draws():
 
 
 def no_clip(patch):
-    exact = PrivacyMeter._clip
+    exact = Mechanism._clip
 
     def mutant(self):
         return replace(exact(self), answer=lambda stats: torch.ones_like(stats.losses))
 
-    patch.setattr(PrivacyMeter, "_clip", mutant)
+    patch.setattr(Mechanism, "_clip", mutant)
 
 
 def less_noise(patch):
-    exact = PrivacyMeter._noise_std
-    patch.setattr(PrivacyMeter, "_noise_std", lambda self: exact(self) / math.sqrt(2))
+    exact = Mechanism._noise_std
+    patch.setattr(Mechanism, "_noise_std", lambda self: exact(self) / math.sqrt(2))
 
 
 def actual_count(patch):
@@ -126,7 +126,7 @@ def reused_noise(patch):
     def mutant(secret, purpose, branch, number, secure=False):
         return stream(secret, purpose, branch, 0, secure)
 
-    patch.setattr(meter, "stream", mutant)
+    patch.setattr(mechanism, "stream", mutant)
 
 
 MUTANTS = [

@@ -275,6 +275,8 @@ def test_repr_says_that_the_bound_is_loose():
     text = repr(privacy_audit(*canary_scores(200, 3.0, 1.0, 0), 1e-5, 0.99))
     excluded = "PrivacyAudit: at delta 1e-05, every epsilon below 1.329 is excluded with 99 % confidence"
     assert text.startswith(f"{excluded} (75 of 81 guesses correct).\n")
+    nothing = repr(privacy_audit([0.0, 1.0], [0.0, 1.0], 1e-5))
+    assert nothing.startswith("PrivacyAudit: at delta 1e-05, no epsilon is excluded with 95 % confidence")
     assert "lower bound" in text and "factor of 3 to 4" in text
 
 

@@ -137,6 +137,9 @@ class Privacy:
         new._begin()
         return new
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_state": self._state, **vars(self)}  # the secret first: its error says why a plan cannot be pickled
+
     def _check(self) -> None:
         for name in ("noise_multiplier", "divide_by"):
             value = getattr(self, name)

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import operator
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -56,6 +56,16 @@ class DrawState:
             )
         self.secret = Secret.new()
         self.process = os.getpid()
+
+    def share_secret(self) -> None:
+        """Use the secret of rank 0 on all ranks. Collective."""
+        self.check_process()
+        self.secret = Secret(current_group().broadcast_object(self.secret.bytes))
+
+    def choose_branch(self, diverged: Collection[tuple[str, int]]) -> None:
+        """Use a new branch of the random streams if a replay on the current one has differed."""
+        while (self.secret.public_id, self.branch) in diverged:
+            self.branch += 1
 
 
 class Draw(list[int]):

@@ -76,9 +76,8 @@ class UpdateApplier:
             self._buffers.restore_unless(outcome.flag.finite)
         counters = self.counters
         samples = window.samples if window.totals is None else window.totals.samples
-        meter = self.config.privacy
-        if meter is not None:
-            meter.end_update(window.parts)
+        if self.config.privacy is not None:
+            self.config.privacy.end_update(window.parts)
         update = Update(
             counters.updates, samples, outcome, window.parts, window.columns, window.totals, hidden=self._hidden
         )

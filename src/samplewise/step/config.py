@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.errors import NonFiniteGradientError, PrivacyError
 from samplewise.parallel.strategy import Parallel
-from samplewise.privacy.meter import PrivacyMeter
+from samplewise.privacy.mechanism import Mechanism
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, Precision
 from samplewise.step.functional_optim import GradientDescent
@@ -42,7 +42,7 @@ class StepConfig:
     parallel: Parallel = None
     record: frozenset[str] = frozenset()
     interacting: Interaction = "refuse"
-    privacy: PrivacyMeter | None = None
+    privacy: Mechanism | None = None
 
     def __post_init__(self) -> None:
         if self.privacy is not None:

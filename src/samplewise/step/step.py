@@ -22,6 +22,7 @@ from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.group import current_group, errors_on_all_ranks
 from samplewise.parallel.strategy import join_ranks
+from samplewise.privacy.mechanism import Mechanism
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
@@ -150,11 +151,11 @@ class Step(CheckedAttributes):
                 "constants in the model or the loss function."
             )
         chain = as_chain(transforms)
-        meter = None if privacy is None else PrivacyMeter(check_privacy(privacy), chain)
+        mechanism = None if privacy is None else Mechanism(check_privacy(privacy), chain)
         self.config = config = StepConfig(
             samples=samples,
             tail=tail,
-            transforms=chain if meter is None else meter.transforms,
+            transforms=chain if mechanism is None else mechanism.transforms,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
             recheck=recheck,
@@ -164,7 +165,7 @@ class Step(CheckedAttributes):
             parallel=parallel,
             record=as_record(record),
             interacting=interacting,
-            privacy=meter,
+            privacy=mechanism,
         )
         check_scheduler(scheduler, optimizer)
         self.model = model
@@ -191,10 +192,10 @@ class Step(CheckedAttributes):
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
-        if meter is not None:
-            wrapped = meter.wrap_loss_fn(wrapped)
+        if mechanism is not None:
+            wrapped = mechanism.wrap_loss_fn(wrapped)
             criterion = None  # it adds columns of single samples
-            meter.share_secret()
+            mechanism.share_secret()
         self._evaluator = LossEvaluator(
             modules, trained, wrapped, self.precision, size.budget, interacting, ranks.strategy, criterion
         )
@@ -249,10 +250,10 @@ class Step(CheckedAttributes):
         """The cursor, with the constants of the batch marked; with `privacy`, one over the user's batch, if it is the
         next draw.
         """
-        meter = self.config.privacy
-        if meter is not None:
+        mechanism = self.config.privacy
+        if mechanism is not None:
             drawn = cursor.batch
-            cursor = BatchCursor(meter.admit(drawn), number=cursor.number, owners=drawn.owners)
+            cursor = BatchCursor(mechanism.admit(drawn), number=cursor.number, owners=drawn.owners)
         cursor.layouts = self._layouts
         if self._constants and cursor.batch is not None:
             cursor.batch = keep_whole(cursor.batch, self._constants)
@@ -428,7 +429,7 @@ class Step(CheckedAttributes):
     @property
     def privacy(self) -> PrivacyMeter | None:
         """Privacy of the step: `spent()`, `left`, `zeroed`, `open(directory)`, `close()`; None without privacy=."""
-        return self.config.privacy
+        return None if self.config.privacy is None else self.config.privacy.meter
 
     @property
     def _started_updates(self) -> int:
@@ -537,14 +538,14 @@ class Step(CheckedAttributes):
         windows.load_state_dict(state["window"])
 
     def _load_privacy(self, state: dict[str, Any] | None) -> None:
-        meter = self.config.privacy
-        if (meter is None) != (state is None):
+        mechanism = self.config.privacy
+        if (mechanism is None) != (state is None):
             found = "a state without" if state is None else "a step without"
             raise PrivacyError(
                 f"a private step must be continued as one; found {found} privacy. Use the same privacy= as before."
             )
-        if meter is not None and state is not None:
-            meter.load_state_dict(state)
+        if mechanism is not None and state is not None:
+            mechanism.load_state_dict(state)
 
     def _window_state(self) -> dict[str, Any]:
         """State of this rank's part of the open window; only the same rank of the same number of ranks can load it."""

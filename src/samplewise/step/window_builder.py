@@ -457,7 +457,9 @@ class WindowBuilder:
             return PlainAccumulator(self.evaluator)
         kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
         accumulator = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
-        return accumulator if self.config.privacy is None else ScreenedAccumulator(accumulator, self.config.privacy)
+        return (
+            accumulator if self.config.privacy is None else ScreenedAccumulator(accumulator, self.config.privacy.meter)
+        )
 
     # --- discarding a window ---------------------------------------------------------------------------------------
 
