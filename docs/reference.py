@@ -22,6 +22,7 @@ from samplewise.integrations import loggers
 from samplewise.loop import callbacks, events
 from samplewise.privacy.audit import PrivacyAudit
 from samplewise.privacy.meter import Spent
+from samplewise.step.update import Totals
 from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -39,6 +40,7 @@ SECTIONS = {
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {
+    "Training steps": [Totals],
     "Differential privacy": [Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
     "Attribution": [attribution.Curvature, attribution.EKFAC, attribution.Hessian],

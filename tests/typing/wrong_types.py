@@ -31,6 +31,6 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.Step(model, optimizer, nn.MSELoss(), record=["losses"])  # wrong
     sw.Step(model, optimizer, nn.MSELoss(), interacting="warn")  # wrong
     sw.Step(model, optimizer, nn.MSELoss(), microbatch="all")  # wrong
-    sw.Step(model, optimizer, nn.MSELoss(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), scheduler=torch.optim.lr_scheduler.StepLR)  # wrong
     update.loss.backward()  # wrong
     sw.Trainer(step).fit(losses, epoch=3)  # wrong
