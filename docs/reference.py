@@ -21,6 +21,7 @@ from samplewise.attribution import evaluate
 from samplewise.loop import callbacks, events, loggers
 from samplewise.privacy.audit import PrivacyAudit
 from samplewise.privacy.meter import PrivacyMeter, Spent
+from samplewise.step.update import Totals
 from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -48,6 +49,7 @@ SECTIONS = {
     "Ledger": ["Ledger", "Indexed", "read_ledger"],
 }
 RESULTS = {
+    "Training steps": [Totals],
     "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
     "Attribution": [attribution.Curvature, attribution.EKFAC, attribution.Hessian],

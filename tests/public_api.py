@@ -5,6 +5,7 @@ python tests/public_api.py      # make api: writes tests/public_api.txt
 tests/test_public_api.py compares the file with the code.
 """
 
+import dataclasses
 import inspect
 import os
 import re
@@ -87,8 +88,13 @@ def class_lines(name: str, kind: type) -> list[str]:
 
 
 def members(kind: type) -> Iterator[list[str]]:
-    """Methods and properties of a class and of its bases in samplewise, sorted by name."""
-    for name in sorted(dir(kind)):
+    """Methods, properties and, of a result, fields of a class and of its bases in samplewise, sorted by name."""
+    is_result = kind.__name__ in RESULTS and dataclasses.is_dataclass(kind)
+    fields = {field.name: annotation(field.type) for field in dataclasses.fields(kind)} if is_result else {}
+    for name in sorted({*dir(kind), *fields}):
+        if name in fields:
+            yield [f"{name}: {fields[name]}"]
+            continue
         owner = next((base for base in kind.__mro__ if name in vars(base)), None)
         if owner is None or not owner.__module__.startswith("samplewise") or not is_public(name):
             continue

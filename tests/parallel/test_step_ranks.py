@@ -99,10 +99,10 @@ def half(overflows):
         return model(batch).float().square().sum(1) * factor
 
     step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", parallel=parallel, recheck=False)
-    step.precision.scale = 256.0
+    step._precision.scale = 256.0
     torch.manual_seed(current_group().rank)
     done = [step(torch.randn(3, 4))[0].skipped for _ in range(3)]
-    return done, step.precision.scale, flat(model).tolist()
+    return done, step._precision.scale, flat(model).tolist()
 
 
 def test_the_loss_scale_is_the_same_on_all_ranks(two):

@@ -118,7 +118,7 @@ def test_bf16_mixed_is_autocast_written_out():
 @pytest.mark.parametrize("sizes", [{}, dict(samples=N, microbatch=5)], ids=["whole", "cut"])
 def test_close_to_float32(precision, transforms, sizes):
     model, step = make_step(precision=precision, transforms=transforms, max_grad_norm=0.2, **sizes)
-    step.precision.scale = min(step.precision.scale, 2.0**8)  # small enough for sums over a window
+    step._precision.scale = min(step._precision.scale, 2.0**8)  # small enough for sums over a window
     (update,) = step.over([(X, Y)])
     assert not update.skipped
     assert update.loss == pytest.approx(losses_of(net(), (X, Y)).mean().item(), rel=1e-2)
@@ -161,7 +161,7 @@ def test_an_overflow_skips_the_update(transforms, sizes):
     assert model[1].passes == 0
     assert all(p.grad is None for p in model.parameters())
     assert (step.counters.updates, step.counters.skipped, step.counters.samples) == (0, 1, N)
-    assert step.precision.scale == 2.0**15
+    assert step._precision.scale == 2.0**15
 
 
 @TRANSFORMS
@@ -177,7 +177,7 @@ def test_recovers(transforms, sizes):
     skipped = len(updates) - 1
     assert skipped > 0
     assert [update.index for update in updates] == [0] * len(updates)
-    assert step.precision.scale == 2.0 ** (16 - skipped)
+    assert step._precision.scale == 2.0 ** (16 - skipped)
     assert (step.counters.updates, step.counters.skipped) == (1, skipped)
     assert_same_change(model, in_float32(loss_fn=huge, lr=lr, transforms=transforms), relative=5e-3)
     assert model[1].passes == (3 if "microbatch" in sizes else 1)
@@ -220,10 +220,10 @@ def test_totals_of_a_run_with_skipped_updates():
 def test_the_scale_grows_again(monkeypatch):
     monkeypatch.setattr(precision_module, "GROWTH_INTERVAL", 3)
     _, step = make_step(lr=0.0, precision="16-mixed")
-    step.precision.scale = 2.0**8
+    step._precision.scale = 2.0**8
     scales = []
     for _ in step.over([(X, Y)] * 7):
-        scales.append(step.precision.scale)
+        scales.append(step._precision.scale)
     assert scales == [2.0**8] * 2 + [2.0**9] * 3 + [2.0**10] * 2
 
 
@@ -231,22 +231,22 @@ def test_an_overflow_begins_the_count_anew(monkeypatch):
     monkeypatch.setattr(precision_module, "GROWTH_INTERVAL", 3)
     factor = [1.0]
     _, step = make_step(lambda model, batch: losses_of(model, batch) * factor[0], lr=0.0, precision="16-mixed")
-    step.precision.scale = 2.0**8
+    step._precision.scale = 2.0**8
     step.run([(X, Y)] * 2)
     factor[0] = 2.0**18
     assert next(step.over([(X, Y)])).skipped
     factor[0] = 1.0
     step.run([(X, Y)] * 2)
-    assert step.precision.scale == 2.0**7
+    assert step._precision.scale == 2.0**7
     step.run([(X, Y)])
-    assert step.precision.scale == 2.0**8
+    assert step._precision.scale == 2.0**8
 
 
 @pytest.mark.parametrize("precision", [None, "32", "bf16-mixed"])
 def test_there_is_a_scale_in_16_mixed_alone(precision):
     _, step = make_step(precision=precision)
     step.run([(X, Y)])
-    assert step.precision.scale == 1
+    assert step._precision.scale == 1
 
 
 @TRANSFORMS
@@ -257,7 +257,7 @@ def test_a_loss_that_is_not_finite_is_no_affair_of_the_scale(transforms):
     model, step = make_step(broken, precision="16-mixed", transforms=transforms, recheck=False)
     with pytest.raises(sw.NonFiniteLossError, match="losses must be finite"):
         step.run([(X, Y)])
-    assert step.precision.scale == 2.0**16
+    assert step._precision.scale == 2.0**16
     assert torch.equal(vector(model), vector(net()))
 
 
@@ -315,4 +315,4 @@ def test_losses_in_float16_are_scaled_in_float32(transforms):
     step.run([(X, Y)] * 3)
     other.run([(X, Y)] * 3)
     assert torch.equal(vector(model), vector(twin)) and not torch.equal(vector(model), vector(net()))
-    assert step.precision.scale == other.precision.scale
+    assert step._precision.scale == other._precision.scale

@@ -183,14 +183,14 @@ def test_the_loss_scale():
     run = Run(huge, precision="16-mixed")
     for batch in fours(0):
         run.step(batch)
-    scale, counters = run.step.precision.scale, run.step.counters
+    scale, counters = run.step._precision.scale, run.step.counters
     assert scale < 2.0**16
     other = Run(huge, precision="16-mixed", seed=1).load(run.save())
-    assert other.step.precision.scale == scale
+    assert other.step._precision.scale == scale
     assert other.step.counters.skipped == counters.skipped > 0
     run.feed(fours(0)), other.feed(fours(0))
     assert_identical(other, run)
-    assert other.step.precision.state_dict() == run.step.precision.state_dict()
+    assert other.step._precision.state_dict() == run.step._precision.state_dict()
 
 
 def test_a_window_that_will_be_skipped():

@@ -38,7 +38,7 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.Step(model, optimizer, nn.MSELoss(), record=["losses"])  # wrong
     sw.Step(model, optimizer, nn.MSELoss(), interacting="warn")  # wrong
     sw.Step(model, optimizer, nn.MSELoss(), microbatch="all")  # wrong
-    sw.Step(model, optimizer, nn.MSELoss(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), scheduler=torch.optim.lr_scheduler.StepLR)  # wrong
     update.loss.backward()  # wrong
     sw.Privacy(epsilon=3.0, delta=1e-5, updates=9, sample_rate=0.1, clip=sw.normalize())  # wrong
     sw.Privacy(epsilon=3.0, delta=1e-5, updates=9, sample_rate=0.1, clip=1.0, accountant="prv")  # wrong

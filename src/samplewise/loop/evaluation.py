@@ -56,7 +56,7 @@ class Evaluator:
         with self._eval_mode(), outputs:
             for batch in batches:
                 outputs.clear()
-                with self._step.precision.autocast(self._device):
+                with self._step._precision.autocast(self._device):
                     losses, counts = per_sample(self._step.loss_fn(self._model, batch))
                 check_one_per_sample(losses)
                 mean.add(losses, counts)
@@ -83,7 +83,7 @@ class Evaluator:
         with self._eval_mode():
             for batch in loader:
                 batch = to_device(batch, self._device)
-                with self._step.precision.autocast(self._device):
+                with self._step._precision.autocast(self._device):
                     outputs = self._call_model(batch) if forward is None else forward(self._model, batch)
                 if outputs is None:
                     name = "the model" if forward is None else "forward"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -143,12 +143,6 @@ class StepConfig:
             "interacting": self.interacting,
             **({} if self.privacy is None else {"privacy": self.privacy.plan}),
         }
-
-
-class Scheduler(Protocol):
-    """Learning rate scheduler, such as those of torch.optim.lr_scheduler."""
-
-    def step(self) -> object: ...
 
 
 def as_microbatch(given: Any) -> Any:

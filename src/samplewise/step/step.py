@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import check_loader, keep_whole
@@ -31,7 +32,6 @@ from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.updates import CompiledUpdates
 from samplewise.step.config import (
-    Scheduler,
     StepConfig,
     Tail,
     as_microbatch,
@@ -79,9 +79,10 @@ class Step(CheckedAttributes):
     max_grad_norm: upper bound on the norm of the update's gradient.
 
     Safety.
-    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore". On an accelerator an update makes
-    one host sync for this. It makes none with a fused optimizer, such as AdamW(..., fused=True), which skips the update
-    on the device: the error is then raised when the update is read, or before the next one.
+    on_nonfinite: "raise" before the update (default without `privacy`), "skip" the update, or "ignore". On an
+    accelerator an update makes one host sync for this. It makes none with a fused optimizer, such as
+    AdamW(..., fused=True), which skips the update on the device: the error is then raised when the update is read, or
+    before the next one.
     recheck: number of updates between two rechecks, in which one sample is computed alone and compared with its result
     in the batch. None: only at the first update. False: never.
     interacting: "refuse" (default) raises SamplesInteractError if a transform needs per-sample gradients and the loss
@@ -131,7 +132,7 @@ class Step(CheckedAttributes):
         microbatch: int | Literal["auto"] | Auto | None = None,
         transforms: Transforms = (),
         tail: Literal["update", "drop", "carry"] = "update",
-        scheduler: Scheduler | None = None,
+        scheduler: LRScheduler | None = None,
         max_grad_norm: float | None = None,
         on_nonfinite: Literal["raise", "skip", "ignore"] | None = None,
         recheck: int | Literal[False] | None = None,
@@ -188,7 +189,7 @@ class Step(CheckedAttributes):
         self._constants = constants_of(loss_fn)
         size = MicrobatchSize(config.microbatch, modules, self._layouts)
         self._counters = counters = Counters()
-        self.precision = MixedPrecision(precision)
+        self._precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
@@ -197,9 +198,9 @@ class Step(CheckedAttributes):
             criterion = None  # it adds columns of single samples
             mechanism.share_secret()
         self._evaluator = LossEvaluator(
-            modules, trained, wrapped, self.precision, size.budget, interacting, ranks.strategy, criterion
+            modules, trained, wrapped, self._precision, size.budget, interacting, ranks.strategy, criterion
         )
-        self._applier = UpdateApplier(config, trained, optimizer, scheduler, self.precision, ranks, counters, buffers)
+        self._applier = UpdateApplier(config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers, optimizer)
         self._updates = self._make_updates()
         ranks.check_optimizer(trained, optimizer)
@@ -269,7 +270,7 @@ class Step(CheckedAttributes):
         """Make all updates of `over(loader)` and return their totals."""
         totals = Totals()
         for update in self._over(loader, blocks=True):
-            totals.add(update)
+            totals._add(update)
         return totals
 
     def __call__(self, batch: Any) -> list[Update]:
@@ -414,7 +415,7 @@ class Step(CheckedAttributes):
         return self._applier.optimizer
 
     @property
-    def scheduler(self) -> Scheduler | None:
+    def scheduler(self) -> LRScheduler | None:
         self._applier.settle()
         return self._applier.scheduler
 
@@ -512,7 +513,7 @@ class Step(CheckedAttributes):
             )
         return {
             "counters": asdict(self.counters),
-            "precision": self.precision.state_dict(),
+            "precision": self._precision.state_dict(),
             "microbatch": windows.size.size,
             "memory": None if windows.ranks.distributed else windows.size.budget,  # that of this rank
             "compiling": self._updates.state_dict(),
@@ -528,7 +529,7 @@ class Step(CheckedAttributes):
         windows.discard()
         self._applier.forget_undecided()
         self.counters.load(state["counters"])
-        self.precision.load_state_dict(state["precision"])
+        self._precision.load_state_dict(state["precision"])
         windows.size.load(state["microbatch"], state.get("memory"))
         self._evaluator.budget = windows.size.budget
         self._load_privacy(state.get("privacy"))

@@ -215,7 +215,7 @@ class Totals:
         self._parts: list[SampleStats] = []
         self._loss = WeightedMean()
 
-    def add(self, update: Update) -> None:
+    def _add(self, update: Update) -> None:
         self._count_last()
         self._last = update
         self._hidden |= update._hidden

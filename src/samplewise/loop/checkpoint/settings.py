@@ -151,8 +151,7 @@ def _arguments(criterion: nn.Module) -> Iterator[str]:
 def _of_optimizer(step: Step) -> Settings:
     if isinstance(step.optimizer, FunctionalOptimizer):
         return {}
-    scheduler: Any = step.scheduler
-    state = {} if scheduler is None else scheduler.state_dict()
+    state = {} if step.scheduler is None else step.scheduler.state_dict()
     return {**_of_groups(step.optimizer.param_groups), **_of_scheduler(state)}
 
 
