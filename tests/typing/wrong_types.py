@@ -25,3 +25,8 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.Step(model, optimizer, nn.MSELoss(), transforms=[1.0])  # wrong
     update.loss.backward()  # wrong
     sw.Trainer(step).fit(losses, epoch=3)  # wrong
+    sw.Trainer(step).fit([losses], epochs="2ep")  # wrong
+    sw.Trainer(step, log_every=50)  # wrong
+    sw.Trainer(step, save="some")  # wrong
+    sw.Trainer(step, metrics={"loss": 3})  # wrong
+    sw.callbacks.ModelCheckpoint(mode="low")  # wrong

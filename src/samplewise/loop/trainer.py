@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samplewise.core.atomic_io import absolute
 from samplewise.core.attributes import CheckedAttributes
@@ -45,6 +45,7 @@ from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
 from samplewise.loop.fit_result import FitResult
 from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
+from samplewise.loop.metrics import MetricFunction, StatefulMetric
 from samplewise.loop.nested_fit import only_fit_of
 from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
@@ -84,14 +85,14 @@ class Trainer(CheckedAttributes):
         self,
         step: Step,
         run: str | Path | None = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[object] = (),
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, MetricFunction | StatefulMetric] | None = None,
         device: str | torch.device = "auto",
         seed: int = 0,
         log_every: str = "50up",
         progress: bool = True,
-        save: str = "all",
+        save: Literal["all", "trained"] = "all",
     ):
         _check_arguments(step, run, callbacks, metrics, seed)
         self.step = step
@@ -551,7 +552,9 @@ class Trainer(CheckedAttributes):
         with errors_on_all_ranks():
             return self._evaluator.evaluate(self._evaluator.batches(loader))
 
-    def predict(self, loader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+    def predict(
+        self, loader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
+    ) -> Tensor | Any:  # Any: outputs that are not a tensor
         """Return the outputs of the model on the CPU, concatenated along the first dimension over all batches.
 
         forward: function (model, batch) -> outputs. Default: model(x) for batches x and (x,), and for batches
@@ -565,7 +568,7 @@ class Trainer(CheckedAttributes):
         return self._evaluator.predict(loader, forward)
 
 
-def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:
+def _complete(callbacks: Iterable[object], run: Path | None) -> list[object]:
     """Return the callbacks in the order in which they are called, with those that a run directory adds."""
     # ModelCheckpoint comes last, so that it saves the other callbacks after they have handled an event.
     ordered = sorted(callbacks, key=lambda callback: isinstance(callback, ModelCheckpoint))
