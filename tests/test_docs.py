@@ -338,7 +338,7 @@ def _public_errors():
 def test_public_surface():
     functions = {"gradients", "input_gradients", "check", "scan", "Gradients", "backward", "BackwardResult"}
     functions |= {"Step", "Trainer", "Update", "auto", "batch_constants", "fsdp", "sgd", "chain", "check_transform"}
-    functions |= {"Indexed", "Ledger", "samples", "load_checkpoint", "sharded", "join_process_group"}
+    functions |= {"FitResult", "Indexed", "Ledger", "read_ledger", "load_checkpoint", "sharded", "join_process_group"}
     functions |= {
         "noise_scale",
         "NoiseScale",
@@ -360,12 +360,12 @@ def test_public_surface():
         "privacy_audit",
     }
     functions |= {"align", "clip", "drop", "group", "noise", "normalize", "weight"}
-    assert set(samplewise.__all__) == functions | {"callbacks"} | _public_errors()
+    assert set(samplewise.__all__) == functions | {"callbacks", "loggers"} | _public_errors()
 
 
 def test_each_public_name_is_exported_once_and_callable():
     assert len(samplewise.__all__) == len(set(samplewise.__all__))
-    assert all(callable(getattr(samplewise, name)) for name in samplewise.__all__ if name != "callbacks")
+    assert all(callable(getattr(samplewise, name)) for name in set(samplewise.__all__) - {"callbacks", "loggers"})
 
 
 def test_callbacks_are_public():

@@ -237,7 +237,7 @@ class LayerGradNorms:
         norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
         if norms:
             values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
-            found = by_layer(dict(zip(norms, values, strict=True)))
+            found = _by_layer(dict(zip(norms, values, strict=True)))
             trainer.write("layers", update=done, norms=found)
         elif not self._noted:
             self._noted = True
@@ -250,7 +250,7 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if the parameter is sharded
 
 
-def by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
+def _by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
     """Return the joint norm of the parameters of each module.
 
     If there are more than `most` modules, they are merged into the modules that contain them.
