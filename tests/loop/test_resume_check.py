@@ -217,18 +217,18 @@ def test_a_data_set_whose_length_is_an_error():
 
 
 def test_overfit_is_part_of_the_data(tmp_path):
-    make(tmp_path, [ModelCheckpoint(every="1up")]).fit(loader(), updates=1, overfit=3)
-    with pytest.raises(CheckpointError, match="overfit unknown instead of 3"):
+    make(tmp_path, [ModelCheckpoint(every="1up")]).fit(loader(), updates=1, overfit_batches=3)
+    with pytest.raises(CheckpointError, match="overfit_batches unknown instead of 3"):
         make(tmp_path).fit(loader(), epochs=1, resume=True)
 
 
 def test_overfit_does_not_change_inside_an_epoch():
     trainer = make()
-    trainer.fit(loader(), updates=1, overfit=3)
-    with pytest.raises(CheckpointError, match=r"found overfit 2 instead of 3\. Finish the epoch"):
-        trainer.fit(loader(), epochs=1, overfit=2)
-    trainer.fit(loader(), epochs=1, overfit=3)
-    trainer.fit(loader(), epochs=2, overfit=2)
+    trainer.fit(loader(), updates=1, overfit_batches=3)
+    with pytest.raises(CheckpointError, match=r"found overfit_batches 2 instead of 3\. Finish the epoch"):
+        trainer.fit(loader(), epochs=1, overfit_batches=2)
+    trainer.fit(loader(), epochs=1, overfit_batches=3)
+    trainer.fit(loader(), epochs=2, overfit_batches=2)
     trainer.fit(loader(), epochs=3)
     assert trainer.step.counters.samples == 21 + 14 + 30
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_that_says_nothing_of_its_data(tmp_path):
 
 
 def test_describe():
-    assert describe(loader(7, shuffle=True, drop_last=True), overfit=2) == {
+    assert describe(loader(7, shuffle=True, drop_last=True), overfit_batches=2) == {
         "dataset length": 30,
         "batch size": 7,
         "drop_last": True,
@@ -305,7 +305,7 @@ def test_describe():
         "sampler length": 30,
         "batch sampler": None,
         "batches": None,
-        "overfit": 2,
+        "overfit_batches": 2,
         "sharded": None,
     }
     assert set(describe(iter([])).values()) == {None}

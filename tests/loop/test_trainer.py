@@ -543,29 +543,29 @@ def test_a_fast_dev_run_still_wants_a_duration():
 def test_overfit(batches):
     """At a learning rate of zero the losses tell which samples they are."""
 
-    def losses(epochs, overfit=None):
+    def losses(epochs, overfit_batches=None):
         seen = Seen()
         trainer = make(None, [seen], samples=None)
         trainer.step.optimizer.param_groups[0]["lr"] = 0.0
-        trainer.fit(batches, epochs=epochs, overfit=overfit)
+        trainer.fit(batches, epochs=epochs, overfit_batches=overfit_batches)
         return seen.losses
 
     first = losses(1)[:2]
-    found = losses(3, overfit=2)
+    found = losses(3, overfit_batches=2)
     assert len(found) == 6
     for update, same in zip(found, first * 3, strict=True):
         assert torch.equal(update, same)
-    assert len(losses(1, overfit=99)) == 5  # no more than there are
+    assert len(losses(1, overfit_batches=99)) == 5  # no more than there are
 
 
 @pytest.mark.parametrize("where", [1, 2, 3, 4])
 def test_overfit_resumes(tmp_path, where):
     whole = make(samples=5)
-    whole.fit(loader(shuffle=True), epochs=3, overfit=2)  # fourteen samples an epoch
+    whole.fit(loader(shuffle=True), epochs=3, overfit_batches=2)  # fourteen samples an epoch
     first = make(tmp_path, [ModelCheckpoint(every="1up")], samples=5)
-    first.fit(loader(shuffle=True), updates=where, overfit=2)
+    first.fit(loader(shuffle=True), updates=where, overfit_batches=2)
     second = make(tmp_path, samples=5)
-    second.fit(loader(shuffle=True), epochs=3, resume=True, overfit=2)
+    second.fit(loader(shuffle=True), epochs=3, resume=True, overfit_batches=2)
     assert torch.equal(parameters(second), parameters(whole))
     assert second.step.counters == whole.step.counters
 
@@ -573,9 +573,9 @@ def test_overfit_resumes(tmp_path, where):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(overfit=0), "overfit must be a positive number of batches; found 0"),
-        (dict(overfit=True), "overfit must be a positive number of batches; found True"),
-        (dict(overfit=0.5), r"overfit must be a positive number of batches; found 0\.5"),
+        (dict(overfit_batches=0), "overfit_batches must be a positive number of batches; found 0"),
+        (dict(overfit_batches=True), "overfit_batches must be a positive number of batches; found True"),
+        (dict(overfit_batches=0.5), r"overfit_batches must be a positive number of batches; found 0\.5"),
         (dict(fast_dev_run=3), "fast_dev_run must be True or False; found 3"),
     ],
 )
@@ -584,7 +584,7 @@ def test_bad_rehearsals(given, message):
         make().fit(loader(), epochs=1, **given)
 
 
-@pytest.mark.parametrize("name", ["fast_dev_run", "overfit", "sharded", "timeout"])
+@pytest.mark.parametrize("name", ["fast_dev_run", "overfit_batches", "sharded", "timeout"])
 def test_arguments_that_belong_elsewhere(name):
     with pytest.raises(TypeError, match=rf"Trainer\.__init__\(\) got an unexpected keyword argument '{name}'"):
         make(**{name: 1})

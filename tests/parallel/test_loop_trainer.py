@@ -227,7 +227,7 @@ def test_a_rehearsal_with_samples_on_one_rank(two):
 
 def overfitted(batch_size):
     made = trainer()
-    made.fit(loader(batch_size=batch_size), epochs=3, overfit=2)
+    made.fit(loader(batch_size=batch_size), epochs=3, overfit_batches=2)
     return parameters(made)
 
 

@@ -122,10 +122,45 @@ def update(update: sw.Update) -> None:
     print(f"{share:.0%} of {update.samples} samples clipped")
 
 
+class Largest:
+    """Metric in the form of torchmetrics."""
+
+    largest = 0.0
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.largest = max(self.largest, preds.max().item())
+
+    def compute(self) -> float:
+        return self.largest
+
+    def reset(self) -> None:
+        self.largest = 0.0
+
+
+class Stops:
+    """A callback is any object with methods named after events."""
+
+    def on_update(self, trainer: sw.Trainer, update: sw.Update) -> None:
+        if trainer.log_every.ends_with(update, trainer.step):
+            trainer.stop(f"loss {update.loss}")
+
+
 def trainer(run: Path) -> None:
     trainer = sw.Trainer(sw.Step(model, optimizer, losses_of), run, [sw.callbacks.EarlyStopping(), sw.Ledger()])
     assert_type(trainer, sw.Trainer)
-    assert_type(trainer.fit([x], validate=[x], epochs=2), sw.FitResult)
+    sw.Trainer(
+        sw.Step(model, optimizer, losses_of),
+        callbacks=[Stops()],
+        metrics={"mean": lambda outputs, y: outputs.mean(), "largest": Largest()},
+        log_every="1up",
+        save="trained",
+    )
+    result = trainer.fit([x], validate=[x], epochs=2)
+    assert_type(result, sw.FitResult)
+    assert_type(result.signal, str | None)
+    assert_type(result.metrics["loss"], float)
+    assert_type(trainer.predict([x]), Tensor | Any)
+    print(sw.read_ledger(run, damaged="skip").num_rows, sw.Ledger(run, rows_per_file=10).read().num_rows)
     assert_type(trainer.evaluate([x]), dict[str, float])
     assert_type(trainer.step, sw.Step)
     assert_type(trainer.device, torch.device)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from samplewise.engine.gradients import Gradients
 from samplewise.parallel.group import current_group
+from samplewise.step.step import Step
+from samplewise.step.update import Update
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.transform import Grouping, SumTransform, Transform
 
@@ -128,11 +130,11 @@ class NoiseScale:
             raise ValueError("the noise scale needs at least one batch of two or more samples; found none. Call add.")
         return Noise(self._trace / self._weight, self._signal / self._weight)
 
-    def on_fit_start(self, step: Any) -> None:
+    def on_fit_start(self, step: Step) -> None:
         _check_transforms(step.transforms)
         step.require(norms=True)
 
-    def on_update(self, update: Any, trainer: Any = None) -> None:
+    def on_update(self, update: Update, trainer: Any = None) -> None:
         """Add an update; skipped updates, single samples (no variance) and groups of updates are ignored.
 
         Every rank must call it: the norms of all ranks are gathered.

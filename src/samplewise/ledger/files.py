@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from samplewise.core.atomic_io import atomic_write
 from samplewise.errors import LedgerError, LedgerWarning
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FORMAT = "samplewise ledger"
 VERSION = 1
@@ -33,7 +36,7 @@ def load_pyarrow(user: str = "the ledger needs") -> Any:
         raise ImportError(f"{user} pyarrow: pip install 'samplewise[ledger]'") from None
 
 
-def read_ledger(run: str | Path, damaged: str = "raise") -> Any:
+def read_ledger(run: str | Path, damaged: Literal["raise", "skip"] = "raise") -> pyarrow.Table:
     """Read the ledger of a run directory as a pyarrow table: one row per sample and visit, in the order of training.
 
         id       int64 or string            loss    float32, as returned by the loss function
@@ -53,7 +56,7 @@ def read_ledger(run: str | Path, damaged: str = "raise") -> Any:
     return table.set_column(table.column_names.index("count"), "count", counts)
 
 
-def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
+def parts(run: str | Path, damaged: Literal["raise", "skip"] = "raise") -> Iterator[pyarrow.Table]:
     """Yield the ledger of a run directory part by part, as pyarrow tables with the columns of `read_ledger`."""
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
@@ -79,7 +82,7 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
         )
 
 
-def _read_or_skip(entry: Path | str, damaged: str) -> list[Any]:
+def _read_or_skip(entry: Path | str, damaged: str) -> list[pyarrow.Table]:
     """The table of a file as a list of one, or an empty list if it is damaged and to be skipped."""
     try:
         if isinstance(entry, str):
@@ -165,12 +168,12 @@ def part_path(run: Path, number: int, rank: int = 0, size: int = 1) -> Path:
     return run / FOLDER / f"part-{number:06d}{rank_suffix}.parquet"
 
 
-def _sorted_by_update(table: Any) -> Any:
+def _sorted_by_update(table: pyarrow.Table) -> pyarrow.Table:
     """The rows of several ranks sorted by update; within an update by rank."""
     return table.take(load_pyarrow().compute.sort_indices(table["update"])) if table.num_rows else table
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> pyarrow.Table:
     pa = load_pyarrow()
     if not path.is_file():  # reading a named pipe would never end
         raise LedgerError(
@@ -195,7 +198,7 @@ def _read(path: Path) -> Any:
         ) from why
 
 
-def unify_schemas(old_schema: Any, new_schema: Any) -> Any:
+def unify_schemas(old_schema: pyarrow.Schema, new_schema: pyarrow.Schema) -> pyarrow.Schema:
     """Unified schema of two tables. A column may mix numeric types, but not numbers and strings."""
     pa = load_pyarrow()
     for name in (name for name in new_schema.names if name in old_schema.names):
@@ -210,7 +213,7 @@ def unify_schemas(old_schema: Any, new_schema: Any) -> Any:
     return pa.unify_schemas([old_schema, new_schema], promote_options="permissive")
 
 
-def concat_tables(tables: list[Any], run: str | Path) -> Any:
+def concat_tables(tables: list[pyarrow.Table], run: str | Path) -> pyarrow.Table:
     """Concatenate tables. Integers in a column that has floats elsewhere must be exactly representable as floats."""
     pa = load_pyarrow()
     try:
@@ -245,7 +248,7 @@ class LedgerWriter:
                     _remove(path)
         (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
 
-    def write(self, table: Any) -> None:
+    def write(self, table: pyarrow.Table) -> None:
         """Write the next part atomically."""
         path = part_path(self.run, self.count, self.rank, self.size)
         partial = self.run / f".{path.name}.partial"
@@ -270,7 +273,7 @@ def _remove(path: Path) -> None:
         ) from why
 
 
-def write_parquet(table: Any, file: Any, format_name: str, version: int) -> None:
+def write_parquet(table: pyarrow.Table, file: Any, format_name: str, version: int) -> None:
     """Write a table as Parquet with encodings that compress well: deltas of integers, byte streams of floats split,
     strings in a dictionary. Name and version of the format are part of the metadata.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -32,9 +32,24 @@ from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_i
 from samplewise.ledger.rows import RowBlock
 from samplewise.parallel.group import current_group
 from samplewise.step.batch_columns import record_columns
+from samplewise.step.step import Step
 from samplewise.step.update import Outcome, Update
 
+if TYPE_CHECKING:
+    import pyarrow
+
 CONVERT_EVERY = 512  # updates converted to rows at a time
+
+
+class TrainerOfLedger(Protocol):
+    """What a ledger reads from its trainer, `sw.Trainer`."""
+
+    @property
+    def run(self) -> Path | None: ...
+    @property
+    def loader(self) -> Iterable[Any] | None: ...
+    @property
+    def fast_dev_run(self) -> bool: ...
 
 
 class Ledger:
@@ -116,13 +131,13 @@ class Ledger:
         """Discard rows that have not been written."""
         self._updates: list[Update] = []
         self._epochs: list[int | None] = []
-        self._tables: list[Any] = []
+        self._tables: list[pyarrow.Table] = []
         self._copying: RowBlock | None = None  # the last block, being copied from the device
         self._rows = 0  # samples since the last part, of all ranks
         self._added = 0  # updates since the last part
         self._convert_after = 1  # convert the first update at once, to raise its errors early; later ones in groups
 
-    def listen(self, step: Any) -> None:
+    def listen(self, step: Step) -> None:
         """Register the columns and norms that the ledger needs with the step. Call it before the first update."""
         if not hasattr(step, "require"):
             raise TypeError(f"listen needs the sw.Step of the training; found {type(step).__name__}. Pass the step.")
@@ -191,7 +206,7 @@ class Ledger:
             self._rows = 0
             self._added = 0
 
-    def read(self) -> Any:
+    def read(self) -> pyarrow.Table:
         """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.read_ledger`. Every rank must call it."""
         self.flush()
         current_group().barrier()
@@ -223,14 +238,14 @@ class Ledger:
 
     # --- run directory ---------------------------------------------------------------------------------------------
 
-    def _run_directory(self, trainer: Any = None) -> Path:
-        run = self.run or getattr(trainer, "run", None)
+    def _run_directory(self, trainer: TrainerOfLedger | None = None) -> Path:
+        run = self.run or (None if trainer is None else trainer.run)
         if run is None:
             raise ValueError(
                 "a ledger must have a run directory; found none. Pass it to the ledger, Ledger('runs/mine'), or to the "
                 "trainer, Trainer(step, 'runs/mine')."
             )
-        return Path(run)
+        return run
 
     def _open(self, run: Path, clear: bool) -> None:
         """Continue after the parts of the loaded state. `clear`: without a loaded state, remove existing parts."""
@@ -253,12 +268,12 @@ class Ledger:
 
     # --- callback of the trainer -----------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Any, step: Any) -> None:
+    def on_fit_start(self, trainer: TrainerOfLedger, step: Step) -> None:
         self._dry_run = trainer.fast_dev_run
         if self._dry_run:
             return
         self.listen(step)
-        self._use_dataset(getattr(trainer, "loader", None))
+        self._use_dataset(trainer.loader)
         if self._parts is None or self._resuming:
             self._open(self._run_directory(trainer), clear=self.run is None)
 

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,7 +19,12 @@ from samplewise.loop.checkpoint.storage import remove_checkpoint
 from samplewise.loop.durations import interval
 from samplewise.loop.set_lr import SetLR as SetLR
 from samplewise.parallel.group import current_group
+from samplewise.step.update import Update
 
+if TYPE_CHECKING:
+    from samplewise.loop.trainer import Trainer
+
+Mode = Literal["min", "max"]
 MOST_LAYERS = 64  # maximum number of layers in a log line
 MODEL_FILE = Kind(
     "the name of a checkpoint best-*.ckpt",
@@ -54,7 +59,7 @@ class EarlyStopping:
     was stopped by this callback, and trains if `patience` is larger now. Another `monitor` or `mode` starts again.
     """
 
-    def __init__(self, monitor: str = "loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0):
+    def __init__(self, monitor: str = "loss", patience: int = 3, mode: Mode = "min", min_delta: float = 0.0):
         if type(patience) is not int or patience < 1:
             raise ValueError(f"patience must be a positive number of epochs; found {patience!r}.")
         if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
@@ -67,10 +72,10 @@ class EarlyStopping:
         self._best = math.inf
         self._waited = 0
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._stop_if_over(trainer)
 
-    def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         value = self._sign * _monitored(metrics, self.monitor)
         if trainer.fast_dev_run:
             return
@@ -81,7 +86,7 @@ class EarlyStopping:
         self._waited += 1
         self._stop_if_over(trainer)
 
-    def _stop_if_over(self, trainer: Any) -> None:
+    def _stop_if_over(self, trainer: Trainer) -> None:
         if self._waited >= self.patience and not trainer.fast_dev_run:
             trainer.stop(f"{self.monitor} has not improved for {plural(self.patience, 'epoch')}")
 
@@ -107,7 +112,7 @@ class ModelCheckpoint:
     is resumed with another `monitor` or `mode`, the list starts empty and the earlier files are kept.
     """
 
-    def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: str = "min"):
+    def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: Mode = "min"):
         if type(best) is not int or best < 0:
             raise ValueError(f"best must be the number of models to keep, an int of 0 or more; found {best!r}.")
         self.every = interval("every", every)
@@ -124,31 +129,31 @@ class ModelCheckpoint:
     def best_models(self) -> list[Path]:
         return [self._directory / name for name in self._names]
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run is None and not trainer.fast_dev_run:
             raise CheckpointError(
                 "ModelCheckpoint needs a run directory; found none. Use Trainer(..., run='runs/name')."
             )
         self._directory = trainer.run or Path()
 
-    def on_update(self, trainer: Any, update: Any) -> None:
+    def on_update(self, trainer: Trainer, update: Update) -> None:
         self._save_if(self.every.ends_with(update, trainer.step), trainer)
 
-    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, metrics: dict[str, float]) -> None:
         if self.best and not trainer.fast_dev_run:
             self._keep_if_good(trainer, self._sign * _monitored(metrics, self.monitor))
         self._save_if(self.every.ends_with_epoch(epoch), trainer)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if savable(trainer.step):  # deferred samples cannot be saved
             self._save_if(not self._saved, trainer)
 
-    def _save_if(self, wanted: bool, trainer: Any) -> None:
+    def _save_if(self, wanted: bool, trainer: Trainer) -> None:
         self._saved = wanted
         if wanted:
             trainer.save()
 
-    def _keep_if_good(self, trainer: Any, value: float) -> None:
+    def _keep_if_good(self, trainer: Trainer, value: float) -> None:
         rank = bisect_right(self._values, value)
         if rank >= self.best or math.isnan(value):
             return
@@ -180,7 +185,7 @@ class LRMonitor:
     def __init__(self, every: str = "50up"):
         self.every = interval("every", every, ("up", "samples"))
 
-    def on_update(self, trainer: Any, update: Any) -> None:
+    def on_update(self, trainer: Trainer, update: Update) -> None:
         if self.every.ends_with(update, trainer.step):
             rates = update.lr if isinstance(update.lr, tuple) else (update.lr,)
             trainer.write("lr", update=trainer.step.counters.updates, rates=list(rates))
@@ -198,7 +203,7 @@ class MaxTime:
     def on_fit_start(self) -> None:
         self._started = time.monotonic()
 
-    def on_update(self, trainer: Any) -> None:
+    def on_update(self, trainer: Trainer) -> None:
         if time.monotonic() - self._started > self.seconds:
             trainer.stop(f"time limit of {self.seconds} s reached")
 
@@ -225,14 +230,14 @@ class LayerGradNorms:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._noted = state["noted"]
 
-    def on_update(self, trainer: Any, update: Any) -> None:
+    def on_update(self, trainer: Trainer, update: Update) -> None:
         if not trainer.log_every.ends_with(update, trainer.step) or update.skipped:
             return
         done = update.index + 1
         norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
         if norms:
             values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
-            found = by_layer(dict(zip(norms, values, strict=True)))
+            found = _by_layer(dict(zip(norms, values, strict=True)))
             trainer.write("layers", update=done, norms=found)
         elif not self._noted:
             self._noted = True
@@ -245,7 +250,7 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if the parameter is sharded
 
 
-def by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
+def _by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
     """Return the joint norm of the parameters of each module.
 
     If there are more than `most` modules, they are merged into the modules that contain them.

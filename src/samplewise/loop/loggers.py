@@ -14,10 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samplewise.core.atomic_io import absolute
 from samplewise.parallel.group import current_group
+
+if TYPE_CHECKING:
+    from samplewise.loop.trainer import Trainer
 
 
 class Logger(ABC):
@@ -25,12 +28,12 @@ class Logger(ABC):
 
     _is_open = False
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         if not trainer.fast_dev_run and current_group().rank == 0:
             self._open(trainer)
             self._is_open = True
 
-    def on_log(self, trainer: Any, kind: str, fields: dict[str, Any]) -> None:
+    def on_log(self, trainer: Trainer, kind: str, fields: dict[str, Any]) -> None:
         if self._is_open:
             self._write(kind, fields, fields.get("update", trainer.step.counters.updates))
 
@@ -47,7 +50,7 @@ class Logger(ABC):
             self._end(failed)
 
     @abstractmethod
-    def _open(self, trainer: Any) -> None: ...
+    def _open(self, trainer: Trainer) -> None: ...
 
     @abstractmethod
     def _write(self, kind: str, fields: dict[str, Any], update: int) -> None: ...
@@ -65,7 +68,7 @@ class TensorBoard(Logger):
         self._writer = None
         self._make_writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
 
-    def _open(self, trainer: Any) -> None:
+    def _open(self, trainer: Trainer) -> None:
         directory = _log_directory(self, self.directory, trainer, "tensorboard")
         updates = trainer.step.counters.updates
         # Purging also removes the lines of update `done` itself. Those that are in the log are written again.
@@ -98,7 +101,7 @@ class CSV(Logger):
         self._files: dict[str, Path] = {}
         self._columns: dict[str, list[str]] = {}
 
-    def _open(self, trainer: Any) -> None:
+    def _open(self, trainer: Trainer) -> None:
         directory = _log_directory(self, self.directory, trainer)
         directory.mkdir(parents=True, exist_ok=True)
         if self._files and trainer.run is None:  # another call of fit appends to the files of the last one
@@ -143,7 +146,7 @@ class WandB(TrackingLogger):
         self.init = init
         self._run: Any = None
 
-    def _open(self, trainer: Any) -> None:
+    def _open(self, trainer: Trainer) -> None:
         resume_arguments = {} if self._id is None else {"id": self._id, "resume": "allow"}
         self._run = self._wandb.init(**{**self.init, **resume_arguments})
         self._id = self._run.id
@@ -163,7 +166,7 @@ class MLflow(TrackingLogger):
         self._mlflow = _import_library("mlflow", self)
         self.start = start
 
-    def _open(self, trainer: Any) -> None:
+    def _open(self, trainer: Trainer) -> None:
         resume_arguments = {} if self._id is None else {"run_id": self._id}
         self._id = self._mlflow.start_run(**{**self.start, **resume_arguments}).info.run_id
 
@@ -185,16 +188,18 @@ def _import_library(library: str, logger: Logger) -> Any:
         raise ImportError(f"{type(logger).__name__} needs {library}: pip install {library}") from why
 
 
-def _log_directory(logger: Logger, directory: Path | None, trainer: Any, name: str = "") -> Path:
-    if directory is None and trainer.run is None:
+def _log_directory(logger: Logger, directory: Path | None, trainer: Trainer, name: str = "") -> Path:
+    if directory is not None:
+        return directory
+    if trainer.run is None:
         logger_name = type(logger).__name__
         raise ValueError(
             f"{logger_name} needs a directory; found none. Use {logger_name}('some/place') or Trainer(run=...)."
         )
-    return directory if directory is not None else trainer.run / name
+    return trainer.run / name
 
 
-def _logged_lines(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _logged_lines(trainer: Trainer) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (kind, fields) for the lines in the log of the run; after a resume, those older than the checkpoint."""
     if trainer.run is not None:
         for line in (trainer.run / "log.jsonl").read_text().splitlines():

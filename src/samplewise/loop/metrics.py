@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,15 @@ from samplewise.parallel.group import current_group
 
 TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches
 LOG_FIELDS = ("kind", "epoch", "update", "loss", "train_loss")
+MetricFunction = Callable[[Any, Any], Any]  # (outputs, batch) or (outputs, y) -> one number per sample, or their mean
+
+
+class StatefulMetric(Protocol):
+    """Metric with a state, such as one of torchmetrics."""
+
+    def update(self, outputs: Any, target: Any, /) -> Any: ...
+    def compute(self) -> Any: ...
+    def reset(self) -> Any: ...
 
 
 class Mean:

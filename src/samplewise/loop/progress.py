@@ -6,9 +6,12 @@ import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from samplewise.parallel.group import current_group
+
+if TYPE_CHECKING:
+    from samplewise.loop.trainer import Trainer
 
 
 class Display(Protocol):
@@ -119,7 +122,7 @@ class Progress:
         self._display: Display = NoDisplay()
         self._has_validation = False
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         if current_group().rank == 0:
             self._display = make_display(trainer.expected_updates, trainer.step.counters.updates)
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from samplewise.step.functional_optim import FunctionalOptimizer
+from samplewise.step.step import Step
 
 
 class SetLR:
@@ -28,7 +29,7 @@ class SetLR:
             if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
                 raise ValueError(f"lr must be zero or a positive number, or a list of such numbers; found {lr!r}.")
 
-    def on_fit_start(self, step: Any) -> None:
+    def on_fit_start(self, step: Step) -> None:
         groups = step.optimizer.param_groups
         _check_rates_can_be_set(step)
         rates = list(self.lr) if isinstance(self.lr, Sequence) else [self.lr] * len(groups)
@@ -43,7 +44,7 @@ class SetLR:
                 _scale_schedule(step.scheduler, k, group, rate)
 
 
-def _check_rates_can_be_set(step: Any) -> None:
+def _check_rates_can_be_set(step: Step) -> None:
     if isinstance(step.optimizer, FunctionalOptimizer):
         raise TypeError(
             "SetLR must have an optimizer of torch.optim; found a function. Its rate is that of the script: write for "

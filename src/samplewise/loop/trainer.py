@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samplewise.core.atomic_io import absolute
 from samplewise.core.attributes import CheckedAttributes
@@ -42,6 +42,7 @@ from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
 from samplewise.loop.fit_result import FitResult
 from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
+from samplewise.loop.metrics import MetricFunction, StatefulMetric
 from samplewise.loop.nested_fit import only_fit_of
 from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
@@ -84,14 +85,14 @@ class Trainer(CheckedAttributes):
         self,
         step: Step,
         run: str | Path | None = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[object] = (),
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, MetricFunction | StatefulMetric] | None = None,
         device: str | torch.device = "auto",
         seed: int = 0,
         log_every: str = "50up",
         progress: bool = True,
-        save: str = "all",
+        save: Literal["all", "trained"] = "all",
     ):
         _check_arguments(step, run, callbacks, metrics, seed)
         self.step = step
@@ -135,11 +136,11 @@ class Trainer(CheckedAttributes):
         self,
         loader: Iterable[Any],
         validate: Iterable[Any] | None = None,
+        *,
         epochs: int | None = None,
         updates: int | None = None,
         resume: bool = False,
-        *,
-        overfit: int | None = None,
+        overfit_batches: int | None = None,
         fast_dev_run: bool = False,
     ) -> FitResult:
         """Train up to a total number of epochs or updates, and return the reason for the end, the counters and the
@@ -156,7 +157,7 @@ class Trainer(CheckedAttributes):
         validate: validation batches, evaluated after every epoch; None (default) for no validation.
         epochs, updates: exactly one is given. Epochs and updates of a resumed run or of an earlier call count.
         resume: True to continue from the newest checkpoint in the run directory, if there is one.
-        overfit: use only the first `overfit` batches of epoch 0 in every epoch, in the same order.
+        overfit_batches: use only this number of batches, the first of epoch 0, in every epoch, in the same order.
         fast_dev_run: True for a test run: an epoch that has only the samples of its first update, and a validation with
         one batch. It writes no files and does not resume; epochs and updates are ignored. The update is a real one: it
         changes the parameters and counts, so make a new step for the training.
@@ -167,9 +168,9 @@ class Trainer(CheckedAttributes):
             self.step._slow_compile_notice(self._progress.line),
         ):
             until = self._until(epochs, updates)
-            self._check_private_options(overfit, validate)
+            self._check_private_options(overfit_batches, validate)
             self._check_resume(resume)
-            data = self._open(loader, overfit, resume)
+            data = self._open(loader, overfit_batches, resume)
             if self.fast_dev_run:
                 until = Duration(self._epoch + 1, "ep")
             self.expected_updates = self._expected_updates(data, until)
@@ -210,7 +211,7 @@ class Trainer(CheckedAttributes):
             updates = privacy.plan.updates
         return end_of_training(epochs, updates)
 
-    def _check_private_options(self, overfit: int | None, validate: Iterable[Any] | None) -> None:
+    def _check_private_options(self, overfit_batches: int | None, validate: Iterable[Any] | None) -> None:
         """Raise PrivacyError for options of `fit` that a private training cannot have, before anything is spent."""
         if self.step.privacy is None:
             return
@@ -238,7 +239,7 @@ class Trainer(CheckedAttributes):
                     f"{str(every)!r}. Write for example '50up'."
                 )
         reasons = {
-            "overfit": (overfit is not None, "it would use the same draws again"),
+            "overfit_batches": (overfit_batches is not None, "it would use the same draws again"),
             "fast_dev_run": (self.fast_dev_run, "it writes no files, so that its update would not be recorded"),
         }
         for name, (given, reason) in reasons.items():
@@ -363,18 +364,20 @@ class Trainer(CheckedAttributes):
 
     # --- start and end of fit --------------------------------------------------------------------------------------
 
-    def _open(self, loader: Iterable[Any], overfit: int | None, resume: bool) -> ResumableLoader:
+    def _open(self, loader: Iterable[Any], overfit_batches: int | None, resume: bool) -> ResumableLoader:
         """Open the loader and the run directory, and resume from the newest checkpoint if asked. Collective."""
-        _check_overfit(overfit)
+        _check_overfit_batches(overfit_batches)
         if self._loader is None:
             constants = () if self.step.privacy is not None else constants_of(self.step.loss_fn)
             checkpointed = self._files is not None
-            self._loader = ResumableLoader(loader, self.seed, overfit, checkpointed=checkpointed, constants=constants)
+            self._loader = ResumableLoader(
+                loader, self.seed, overfit_batches, checkpointed=checkpointed, constants=constants
+            )
             self._epoch = self.step.counters.epochs
             if current_group().rank:  # random numbers, for example of dropout, must differ from those of rank 0
                 reseed(derive_seed(self.seed, current_group().rank))
         self.step.counters.epochs = self._epoch  # higher by 1 after a stop in validation, which is repeated
-        self._loader.set_loader(loader, overfit)
+        self._loader.set_loader(loader, overfit_batches)
         self.loader = self._loader.loader
         if self._files is not None:
             check_parts(self._parts())
@@ -457,7 +460,12 @@ class Trainer(CheckedAttributes):
         return None if self.fast_dev_run else self._run_directory
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Write a line to the log and call `on_log` of the callbacks."""
+        """Write a line to the log and call `on_log` of the callbacks and loggers. Callbacks may write their own lines.
+
+        kind: the trainer writes the kinds "train", "epoch", "validation", "layers", "note" and "end".
+        fields: numbers, texts, or lists or dicts of these. `update` is the position of the line on the axis of loggers;
+        default: the number of updates so far.
+        """
         if self._files is not None:
             self._files.write(kind=kind, **fields)
         self._callbacks.emit("on_log", kind=kind, fields=fields)
@@ -551,7 +559,9 @@ class Trainer(CheckedAttributes):
         with errors_on_all_ranks():
             return self._evaluator.evaluate(self._evaluator.batches(loader))
 
-    def predict(self, loader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+    def predict(
+        self, loader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
+    ) -> Tensor | Any:  # Any: outputs that are not a tensor
         """Return the outputs of the model on the CPU, concatenated along the first dimension over all batches.
 
         forward: function (model, batch) -> outputs. Default: model(x) for batches x and (x,), and for batches
@@ -565,7 +575,7 @@ class Trainer(CheckedAttributes):
         return self._evaluator.predict(loader, forward)
 
 
-def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:
+def _complete(callbacks: Iterable[object], run: Path | None) -> list[object]:
     """Return the callbacks in the order in which they are called, with those that a run directory adds."""
     # ModelCheckpoint comes last, so that it saves the other callbacks after they have handled an event.
     ordered = sorted(callbacks, key=lambda callback: isinstance(callback, ModelCheckpoint))
@@ -590,6 +600,6 @@ def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: An
         raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Pass a dict.")
 
 
-def _check_overfit(overfit: Any) -> None:
-    if overfit is not None and (type(overfit) is not int or overfit < 1):
-        raise ValueError(f"overfit must be a positive number of batches; found {overfit!r}.")
+def _check_overfit_batches(overfit_batches: Any) -> None:
+    if overfit_batches is not None and (type(overfit_batches) is not int or overfit_batches < 1):
+        raise ValueError(f"overfit_batches must be a positive number of batches; found {overfit_batches!r}.")

@@ -11,7 +11,7 @@ Between two epochs they may change.
     sampler length    samples per epoch
     batch sampler     class and settings, if the loader was given one
     batches           len(loader) of a list, or of another loader without a dataset
-    overfit           fit(overfit=...)
+    overfit_batches   fit(overfit_batches=...)
     sharded           True with several ranks and sw.already_sharded(loader)
 
 A sampler with a generator draws another order than one without. The seed of the generator does not matter, since it is
@@ -27,11 +27,11 @@ from typing import Any
 from samplewise.core.batches import length
 
 Data = Mapping[str, Any]
-OF_FIT = ("overfit", "sharded")  # properties that are known for every loader
+OF_FIT = ("overfit_batches", "sharded")  # properties that are known for every loader
 SETTINGS = ("batch_size", "drop_last", "replacement", "shuffle")  # of samplers
 
 
-def describe(loader: Any, overfit: int | None = None, sharded: bool = False) -> dict[str, Any]:
+def describe(loader: Any, overfit_batches: int | None = None, sharded: bool = False) -> dict[str, Any]:
     """Return the properties of a loader that determine the position of each sample in an epoch. None means unknown."""
     dataset = getattr(loader, "dataset", None)
     batch_size = _number(loader, "batch_size")
@@ -50,7 +50,7 @@ def describe(loader: Any, overfit: int | None = None, sharded: bool = False) -> 
         "sampler length": _length(sampler),
         "batch sampler": _kind(loader.batch_sampler) if by_batches else None,
         "batches": _length(loader) if dataset is None else None,
-        "overfit": overfit,
+        "overfit_batches": overfit_batches,
         "sharded": sharded or None,
     }
 
