@@ -18,6 +18,7 @@ from samplewise.core.atomic_io import absolute
 from samplewise.core.batches import check_loader
 from samplewise.core.constants import same_constants
 from samplewise.core.losses import LossFn, as_loss_fn
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_file import read_tensors, write_tensors
 from samplewise.core.text import listed
@@ -37,7 +38,7 @@ def ekfac(
     *,
     labels: Labels = "sampled",
     seed: int = 0,
-    microbatch: int | str | None = None,
+    microbatch: Microbatch = None,
 ) -> EKFAC:
     """EK-FAC approximation of the Fisher matrix (Gauss-Newton matrix) of the mean loss over a loader.
 

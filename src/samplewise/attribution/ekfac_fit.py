@@ -26,6 +26,7 @@ from samplewise.attribution.blocks import (
 from samplewise.core.batches import keep_whole, length, take
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import RandomState
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.checks import wide_dtype
@@ -39,9 +40,7 @@ from samplewise.scan import scan
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
 
 
-def fit(
-    model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, microbatch: int | str | None
-) -> list[Block]:
+def fit(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, microbatch: Microbatch) -> list[Block]:
     """Blocks of the EK-FAC matrix of all trainable parameters. Collective."""
     parameters = wanted_parameters(model).named
     passes = Passes(model, loss_fn, loader, seed, microbatch)
@@ -61,13 +60,15 @@ class Passes:
     loss_fn: LossFn
     loader: Iterable[Any]
     seed: int
-    microbatch: int | str | None
+    microbatch: Microbatch
 
     def run(self, add: Callable[[Forms, int], None], what: str) -> None:
         """Call add(forms, samples) for each microbatch. The state of the random generators is restored."""
         state = RandomState()
         try:
-            for piece, g in scan(self.model, self._at_least_two, self._seeded_batches(what), self.microbatch):
+            for piece, g in scan(
+                self.model, self._at_least_two, self._seeded_batches(what), microbatch=self.microbatch
+            ):
                 forms: Forms = factored_forms(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
                 with torch.no_grad():  # factors are attached to the graph

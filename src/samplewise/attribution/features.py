@@ -16,6 +16,7 @@ from samplewise.core.batches import cut, length
 from samplewise.core.constants import same_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.engine.gradients import project
@@ -40,7 +41,7 @@ def features_of(
     fn: LossFn | OutputFn,
     projection: Projection,
     weighted: bool,
-    microbatch: int | str | None,
+    microbatch: Microbatch,
 ) -> Callable[[Any], Features]:
     """Function batch -> Features. weighted: `fn` is an output function."""
     found: list[Tensor] = []  # weights of the last call

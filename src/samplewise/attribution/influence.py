@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from samplewise.attribution.curvature import Curvature, check_damping
 from samplewise.attribution.metrics import Metric, Parts, metric_of
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
 from samplewise.eval_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
@@ -31,7 +32,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: None = None,
-    microbatch: int | str | None = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Tensor: ...
 @overload
 def influence(
@@ -45,7 +46,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: Literal["layer"],
-    microbatch: int | str | None = "auto",
+    microbatch: Microbatch = "auto",
 ) -> dict[str, Tensor]: ...
 def influence(
     model: nn.Module,
@@ -58,7 +59,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: str | None = None,
-    microbatch: int | str | None = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Tensor | dict[str, Tensor]:
     """Influence (training samples, queries): dot products of training and query gradients, summed over checkpoints.
 
@@ -129,12 +130,12 @@ class _Scores(NamedTuple):
     metric: Metric
     cosine: bool
     by: str | None
-    microbatch: int | str | None
+    microbatch: Microbatch
 
     def of_all(self, train: Iterable[Any], queries: Iterable[Any]) -> Parts:
         """Scores (training samples, queries) of each part."""
         scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
-        queried = scan(self.model, self.loss_fn, queries, None)
+        queried = scan(self.model, self.loss_fn, queries, microbatch=None)
         columns = [self._with_query(scanner, train, self._query(g)) for _, g in queried]
         return _joined(columns, "queries", dim=1)
 

@@ -40,6 +40,7 @@ from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.constants import with_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
@@ -141,7 +142,7 @@ class ProjectedStore:
         model: nn.Module,
         fn: LossFn | OutputFn,
         loader: Iterable[Any],
-        microbatch: int | str | None = "auto",
+        microbatch: Microbatch = "auto",
         *,
         output: bool = False,
         adam: torch.optim.Optimizer | None = None,
@@ -180,7 +181,7 @@ class ProjectedStore:
             return number
 
     def project(
-        self, model: nn.Module, fn: LossFn | OutputFn, loader: Iterable[Any], microbatch: int | str | None = "auto"
+        self, model: nn.Module, fn: LossFn | OutputFn, loader: Iterable[Any], microbatch: Microbatch = "auto"
     ) -> Tensor:
         """Projections (Q, dim) of the samples of a loader, to search with; they are not stored.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
+from samplewise.core.memory import Microbatch
 from samplewise.distributed.group import current_group, on_rank_zero
 from samplewise.eval_pass import check_train_and_queries
 
@@ -27,7 +28,7 @@ def trak(
     damping: float = 0.1,
     path: str | os.PathLike[str] | None = None,
     dtype: str = "float32",
-    microbatch: int | str | None = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Tensor:
     """TRAK scores (queries, training samples): effect of a training sample on the output of a query.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from samplewise.core.batches import pick
 from samplewise.core.constants import same_constants
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import did_you_mean, plural, render
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, Score, ScoreInputs
@@ -83,7 +84,7 @@ def suspects(
     labels: Key = 1,
     ids: Key | None = None,
     checkpoints: Sequence[Checkpoint] | None = None,
-    microbatch: int | str | None = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Suspects:
     """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training.
 
@@ -151,7 +152,7 @@ class _ScoreComputation:
     loss_fn: LossFn
     loader: Iterable[Any]
     names: list[str]
-    microbatch: int | str | None
+    microbatch: Microbatch
     logits: Callable[[nn.Module, Any], Tensor]
     labels: Key
     ids: Key | None
@@ -191,7 +192,7 @@ class _ScoreComputation:
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
-        return scan(self.model, _per_count(self.loss_fn), self.loader, self.microbatch)
+        return scan(self.model, _per_count(self.loss_fn), self.loader, microbatch=self.microbatch)
 
     def _logits_of(self, batch: Any) -> Tensor:
         with torch.no_grad():
