@@ -23,14 +23,16 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
 import samplewise as sw
+from samplewise.diagnostics.scores import Score
 
 try:
     from cleanlab.rank import get_label_quality_scores
 except ImportError:
     get_label_quality_scores = None
 
-SCORES = ("loss", "margin", "el2n", "norm", "last_norm", "self_influence", "agreement")
-PAIRS = (("margin", "el2n"), ("loss", "margin"))  # pairs of scores whose ranks are averaged
+SCORES: tuple[Score, ...] = ("loss", "margin", "el2n", "norm", "last_norm", "self_influence", "agreement")
+VISITED: tuple[Score, ...] = ("loss", "norm", "margin", "el2n")  # scores of a table of visits
+PAIRS: tuple[tuple[Score, ...], ...] = (("margin", "el2n"), ("loss", "margin"))  # scores whose ranks are averaged
 BATCH, CHECKPOINTS, FOLDS = 64, 5, 5
 
 
@@ -106,7 +108,7 @@ def rankings(x, y, options):
             found = sw.suspects(model, loss_fn, data, score=score, checkpoints=at)
             yield f"{when}: {' and '.join(found.score_names)}", found.score, (time.process_time() - start) / epoch
     _, _, visits, watched = train(x, y, options, watch=True)
-    for score in ("loss", "norm", "margin", "el2n", *PAIRS, ("loss", "norm")):
+    for score in (*VISITED, *PAIRS, VISITED[:2]):
         found = sw.suspects(visits, score=score)
         yield f"visits: {' and '.join(found.score_names)}", found.score[found.ids.argsort()], (watched - epoch) / epoch
     if get_label_quality_scores:

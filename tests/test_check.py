@@ -1,5 +1,7 @@
 """`sw.check`: agreement, refusals and notes."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,8 @@ def test_a_healthy_model():
     assert [line.parameter for line in found.lines] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert "5 samples: ok" in str(found)
     assert "3 samples recomputed alone" in str(found)
+    shown = r"Check\(ok: 5 samples, 4 parameters, largest relative error \de[-+]\d\d; print it for details\)"
+    assert re.fullmatch(shown, repr(found))
 
 
 def test_batch_norm_is_reported_as_refused():

@@ -36,8 +36,10 @@ def test_every_sample_once_in_order(task, microbatch):
 
 
 def test_auto_stays_within_its_memory(task):
+    """Also without a number: the default is a quarter of the free memory."""
     model, x, y = task
-    sizes = [len(g) for _, g in sw.scan(model, loss_fn, [(x, y)], memory=3000)]
+    assert [len(g) for _, g in sw.scan(model, loss_fn, [(x, y)], microbatch=sw.auto())] == [23]
+    sizes = [len(g) for _, g in sw.scan(model, loss_fn, [(x, y)], microbatch=sw.auto(memory=3000))]
     assert sum(sizes) == 23
     assert max(sizes) < 23
 
@@ -53,7 +55,7 @@ def test_a_forward_pass_that_did_not_fit_changes_nothing(task):
         return loss_fn(model, batch)
 
     state = torch.get_rng_state()
-    piece, _ = next(sw.scan(model, counted, [(x, y)], memory=5000))
+    piece, _ = next(sw.scan(model, counted, [(x, y)], microbatch=sw.auto(5000)))
     assert len(tries) > 1
     assert model[0].num_batches_tracked == 1
     seen = torch.get_rng_state()
@@ -70,7 +72,9 @@ def test_losses_with_counts(task):
 
 def test_bad_arguments(task):
     model, x, y = task
-    with pytest.raises(ValueError, match="microbatch must be a positive integer"):
+    with pytest.raises(
+        ValueError, match=r"microbatch must be a positive integer, None, .auto. or sw\.auto\(memory\); found 0"
+    ):
         next(sw.scan(model, loss_fn, [(x, y)], microbatch=0))
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         next(sw.scan(model, nn.TripletMarginLoss(), [(x, y)]))
@@ -121,6 +125,6 @@ def test_slices_of_sample_data_interact(microbatch):
         center = (batch[0][1:] @ model.weight.T).mean(0)  # five of six samples
         return F.cross_entropy(model(batch[0]) - center, batch[1], reduction="none")
 
-    ((_, g),) = sw.scan(model, centered, [(x, y)], microbatch)
+    ((_, g),) = sw.scan(model, centered, [(x, y)], microbatch=microbatch)
     with pytest.raises(sw.SamplesInteractError, match=r"Mean .* mixes samples"):
         g.norms()

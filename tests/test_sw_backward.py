@@ -389,3 +389,12 @@ def test_a_framework_that_cannot_retain_the_graph():
     losses = F.cross_entropy(model(x), y, reduction="none")
     with pytest.raises(TypeError, match=r"through must accept retain_graph, as loss\.backward does"):
         sw.backward(losses, model, through=lambda loss: loss.backward(), retain_graph=True)
+
+
+def test_representation():
+    layer = nn.Linear(1, 1, bias=False).double()
+    x = torch.tensor([[1.0], [4.0], [2.0]], dtype=torch.float64)
+    shown = "BackwardResult(3 samples, median norm 2, largest 4, {} with weights other than 1)"
+    assert repr(sw.backward(layer(x)[:, 0], layer)) == shown.format(0)
+    assert repr(sw.backward(layer(x)[:, 0], layer, transforms=[sw.clip(3.0)])) == shown.format(1)
+    assert repr(sw.backward(layer(x)[:, 0], layer, transforms=[sw.clip(1.5, by="parameter")])) == shown.format(2)

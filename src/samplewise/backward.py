@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samplewise.core.modes import check_modes
+from samplewise.core.text import plural
 from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor
 from samplewise.engine.gradients import (
@@ -41,7 +42,7 @@ from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import SampleStats, one_per_sample
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BackwardResult:
     """Per-sample results of `sw.backward`. `len(result)` is the number of samples B.
 
@@ -62,7 +63,7 @@ class BackwardResult:
         return norms
 
     @property
-    def weights(self) -> Tensor | Any:  # Any: dict[str, Tensor]
+    def weights(self) -> Tensor | dict[str, Tensor]:
         coefficients = self.stats.coefficients
         return torch.ones_like(self.stats.losses) if coefficients is None else coefficients
 
@@ -71,7 +72,10 @@ class BackwardResult:
         return self.stats.losses
 
     def __repr__(self) -> str:
-        return f"BackwardResult({len(self)} samples)"
+        norms = f"median norm {self.norms.median().item():.3g}, largest {self.norms.max().item():.3g}"
+        weights = [self.weights] if isinstance(self.weights, Tensor) else list(self.weights.values())
+        changed = int((torch.stack(weights) != 1).any(0).sum())
+        return f"BackwardResult({plural(len(self), 'sample')}, {norms}, {changed} with weights other than 1)"
 
 
 def backward(

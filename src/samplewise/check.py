@@ -54,9 +54,9 @@ class ParameterCheck:
         return (self.parameter, shape, f"{self.norm:.3g}", *errors, "ok" if self.ok else "WRONG")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Check:
-    """Result of `sw.check`. Prints as a table with one line per parameter; `ok` is True if everything agrees."""
+    """Result of `sw.check`. print() shows a table with one line per parameter; `ok` is True if everything agrees."""
 
     samples: int
     lines: list[ParameterCheck] = field(default_factory=list)
@@ -67,6 +67,12 @@ class Check:
     @property
     def ok(self) -> bool:
         return self.refusal is None and not self.interacts and all(line.ok for line in self.lines)
+
+    def __repr__(self) -> str:
+        errors = [error for line in self.lines for error in line.errors.values()]
+        size = f"{plural(self.samples, 'sample')}, {plural(len(self.lines), 'parameter')}"
+        largest = f", largest relative error {max(errors):.0e}" if errors else ""
+        return f"Check({'ok' if self.ok else 'NOT OK'}: {size}{largest}; print it for details)"
 
     def __str__(self) -> str:
         quantities = list(self.lines[0].errors) if self.lines else []

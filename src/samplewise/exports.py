@@ -12,6 +12,7 @@ from samplewise.backward import backward as backward
 from samplewise.check import check as check
 from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
 from samplewise.core.constants import batch_constants as batch_constants
+from samplewise.core.memory import auto as auto
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale
@@ -52,7 +53,6 @@ from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy
 from samplewise.scan import scan as scan
 from samplewise.step.functional_optim import sgd as sgd
-from samplewise.step.microbatch import auto as auto
 from samplewise.step.step import Step as Step
 from samplewise.step.update import Update as Update
 from samplewise.transforms.align import align as align

@@ -12,7 +12,7 @@ from samplewise.core.batches import check_loader, copied, cut, keep_whole, lengt
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.constants import constants_of, difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
-from samplewise.core.memory import bounded, free_memory, is_out_of_memory
+from samplewise.core.memory import Auto, Microbatch, auto, bounded, free_memory, is_out_of_memory
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.checks import check_attached, check_model
 from samplewise.engine.gradients import Gradients, Strategy, gradients
@@ -22,19 +22,19 @@ def scan(
     model: nn.Module,
     loss_fn: LossFn,
     loader: Iterable[Any],
-    microbatch: int | str | None = "auto",
     *,
-    memory: int | None = None,
+    microbatch: Microbatch = "auto",
     strategy: Strategy | None = None,
 ) -> Iterator[tuple[Any, Gradients]]:
     """Iterate over a loader and yield (microbatch, g) with the Gradients g of each microbatch.
 
     `loss_fn(model, batch)` returns losses (B,), or (losses, counts), or is a criterion such as nn.CrossEntropyLoss().
-    `microbatch` is the number of samples per microbatch: a number, None for whole batches, or "auto" for the largest
-    number whose activations take at most `memory` bytes (default: a quarter of the free memory). A batch that cannot
-    be sliced is used whole; see `batch_constants` for entries that are not per sample.
+    `microbatch` is the number of samples per microbatch: a number, None for whole batches, "auto" (default) for the
+    largest number whose activations take at most a quarter of the free memory, or `sw.auto(memory)` for at most
+    `memory` bytes. A batch that cannot be sliced is used whole; see `batch_constants` for entries that are not per
+    sample. `strategy`: as in `sw.gradients`.
     """
-    scanner = Scanner(model, loss_fn, microbatch, memory=memory, strategy=strategy)
+    scanner = Scanner(model, loss_fn, microbatch, strategy=strategy)
     check_loader(loader)
     return (pair for batch in loader for pair in scanner.of(batch))
 
@@ -46,15 +46,17 @@ class Scanner:
         self,
         model: nn.Module,
         loss_fn: LossFn,
-        microbatch: int | str | None = "auto",
+        microbatch: Microbatch = "auto",
         *,
-        memory: int | None = None,
         strategy: Strategy | None = None,
     ):
         check_model(model, "sw.scan(model, loss_fn, loader)")
-        if not (microbatch in ("auto", None) or (type(microbatch) is int and microbatch > 0)):
-            raise ValueError(f"microbatch must be a positive integer, None or 'auto'; found {microbatch!r}.")
-        self._pieces = _Pieces(model, as_loss_fn(loss_fn), microbatch, memory or free_memory(model) // 4)
+        size = auto() if microbatch == "auto" else microbatch
+        if not (size is None or isinstance(size, Auto) or (type(size) is int and size > 0)):
+            raise ValueError(
+                f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {microbatch!r}."
+            )
+        self._pieces = _Pieces(model, as_loss_fn(loss_fn), size)
         self._strategy = strategy
 
     def of(self, batch: Any) -> Iterator[tuple[Any, Gradients]]:
@@ -66,12 +68,13 @@ class Scanner:
 class _Pieces:
     """Slices batches into microbatches and computes their losses; finds the size that fits into memory."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, microbatch: int | str | None, memory: int):
+    def __init__(self, model: nn.Module, loss_fn: LossFn, microbatch: int | Auto | None):
         self.model = model
         self.loss_fn = loss_fn
-        self.memory = memory
         self.size = microbatch if isinstance(microbatch, int) else None
-        self.measures = microbatch == "auto"
+        self.memory: int | None = None  # budget of an automatic size
+        if isinstance(microbatch, Auto):
+            self.memory = microbatch.memory or free_memory(model) // 4
         self.constants = constants_of(loss_fn)
         self.sliced = False  # whether a slice was compared with its batch
 
@@ -89,7 +92,8 @@ class _Pieces:
             if (start, stop) != (0, total):
                 self._compare_slice(batch, start, stop)
                 piece = cut(batch, start, stop)
-            losses = self._measured(piece) if self.measures and stop - start > 1 else self._losses(piece)
+            measures = self.memory is not None and stop - start > 1
+            losses = self._measured(piece) if measures else self._losses(piece)
             if losses is None:
                 self.size = (stop - start + 1) // 2
                 continue
@@ -124,6 +128,7 @@ class _Pieces:
         """Return the losses, or restore the state of model and loss function and return None if the activations exceed
         the budget.
         """
+        assert self.memory is not None
         state = CallSnapshot([self.loss_fn], [self.model], [piece])
         try:
             with bounded(self.memory, self.model):

@@ -221,3 +221,7 @@ def test_bad_arguments():
         sw.NoiseScale().add(torch.ones(3))
     with pytest.raises(ValueError, match="by must be 'parameter' or 'layer'; found 'module'"):
         sw.diagnostics.signal_to_noise(gradients(model, x, y), by="module")
+
+
+def test_representation():
+    assert repr(Noise(trace=200.0, signal=0.25)) == "Noise(scale=800, trace=200, signal=0.25)"

@@ -32,9 +32,9 @@ def test_two_sets_of_samples():
     mine, theirs = (sw.gradients(loss_fn(model, (x[s], y[s])), model) for s in (slice(0, 8), slice(8, 12)))
     found = sw.similarity(mine, theirs)
     torch.testing.assert_close(found.matrix, unit[:8] @ unit[8:].T)
-    i, j, value = found.together(1)[0]
+    i, j, value = found.most_similar(1)[0]
     assert value == found.matrix.max() == found.matrix[i, j]
-    assert len(found.together(100)) == 32
+    assert len(found.most_similar(100)) == 32
     with pytest.raises(ValueError, match="clusters need one set of samples; found two sets"):
         found.clusters()
 
@@ -45,10 +45,10 @@ FANS = [[1, 0.1], [1, 0], [0, 1], [0.1, 1], [-1, 0], [1, -0.1], [0, 0]]
 def test_pairs_and_groups_by_hand():
     found = linear(FANS)
     assert found.clusters() == [[0, 1, 5], [2, 3], [4], [6]]
-    assert [pair[:2] for pair in found.together(4)] == [(0, 1), (1, 5), (2, 3), (0, 5)]
-    assert [pair[:2] for pair in found.against(3)] == [(1, 4), (0, 4), (4, 5)]
-    assert found.against(1)[0][2] == pytest.approx(-1)
-    assert all(value < 0 for *_, value in found.against(100))
+    assert [pair[:2] for pair in found.most_similar(4)] == [(0, 1), (1, 5), (2, 3), (0, 5)]
+    assert [pair[:2] for pair in found.most_opposed(3)] == [(1, 4), (0, 4), (4, 5)]
+    assert found.most_opposed(1)[0][2] == pytest.approx(-1)
+    assert all(value < 0 for *_, value in found.most_opposed(100))
     assert not found.matrix[6].any()  # a zero gradient has cosine 0 with all
 
 
@@ -72,3 +72,11 @@ def test_average_linkage(seed):
         groups[p] = groups[p] + groups.pop(q)
     assert 1 < len(groups) < 14
     assert sorted(map(sorted, groups)) == sorted(found.clusters(0.2))
+
+
+def test_representation():
+    assert repr(linear(FANS)) == "Similarity(7 samples, cosines of pairs -1.00 to 1.00)"
+    assert repr(linear([[1.0, 0.0]])) == "Similarity(1 sample)"
+    assert repr(Similarity(torch.tensor([[0.5, -0.25]]), paired=False)) == (
+        "Similarity(1 × 2 samples, cosines of pairs -0.25 to 0.50)"
+    )

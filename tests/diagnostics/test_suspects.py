@@ -2,6 +2,8 @@
 
 import copy
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,6 +226,26 @@ def test_printed_table():
     assert lines[0] == "most suspicious of 12 samples, by margin"
     assert lines[1].split() == ["sample", "margin"]
     assert len(lines) == 13
+
+
+def test_representation():
+    found = sw.suspects({"id": range(7), "loss": [3.0, 1.0, 2.0, 7.0, 5.0, 4.0, 6.0]})
+    assert repr(found) == "Suspects(7 samples by loss; most suspicious: 3, 6, 4, 5, 0 and 2 more)"
+    found = sw.suspects({"id": ["a", "b"], "loss": [1.0, 2.0], "norm": [1.0, 2.0]}, score=["loss", "norm"])
+    assert repr(found) == "Suspects(2 samples by loss and norm; most suspicious: b, a)"
+
+
+def test_data_frame(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
+    found = sw.suspects({"id": ["a", "b", "c"], "loss": [1.0, 2.0, 4.0], "norm": [6.0, 5.0, 7.0]}, score="norm")
+    expected = {"id": ["c", "a", "b"], "score": [7.0, 6.0, 5.0], "loss": [4.0, 1.0, 2.0], "norm": [7.0, 6.0, 5.0]}
+    frame = found.to_pandas()
+    assert {name: frame[name] for name in expected} == expected
+    assert list(frame)[:2] == ["id", "score"]
+    assert sw.suspects({"id": [5, 8], "loss": [1.0, 2.0]}).to_pandas()["id"] == [8, 5]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="to_pandas needs pandas: pip install pandas"):
+        found.to_pandas()
 
 
 # ------------------------------------------------------------------------------------------------------------ visits

@@ -400,12 +400,12 @@ def test_scan(microbatch):
     model = net()
     batches = [data(T, MASK), data(T + 1, MASK)]
     loss_fn = sw.batch_constants(2)(partial(losses_of))
-    norms = torch.cat([g.norms() for _, g in sw.scan(model, loss_fn, batches, microbatch)])
+    norms = torch.cat([g.norms() for _, g in sw.scan(model, loss_fn, batches, microbatch=microbatch)])
     close(norms, torch.cat([rows_of(model, batch).norm(dim=1) for batch in batches]))
     with pytest.raises(sw.BatchError, match=r"@sw\.batch_constants\(2\)"):
-        list(sw.scan(model, losses_of, batches, microbatch))
+        list(sw.scan(model, losses_of, batches, microbatch=microbatch))
     model.train()
-    list(sw.scan(model, losses_of, batches, None))
+    list(sw.scan(model, losses_of, batches, microbatch=None))
     assert model.training
 
 

@@ -546,7 +546,7 @@ def test_check_restores_what_the_loss_function_changes(make):
 def test_scan_in_smaller_pieces_after_running_out_of_memory(make):
     results = []
     for wrapped, microbatch in ((make, 4), (lambda: out_of_memory(make(), 4), "auto")):
-        scanned = sw.scan(Net(), wrapped(), [(*data(), torch.arange(ROWS) % 2)], microbatch)
+        scanned = sw.scan(Net(), wrapped(), [(*data(), torch.arange(ROWS) % 2)], microbatch=microbatch)
         results.append(flat([g.norms() for _, g in scanned]))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 

@@ -172,7 +172,7 @@ def trainer(run: Path) -> None:
 def other_results(loss: Tensor, logits: Tensor) -> None:
     result = sw.backward(loss, model, outputs=logits, transforms=[sw.clip(1.0)])
     assert_type(result.norms, Tensor)
-    assert_type(result.weights, Tensor | Any)
+    assert_type(result.weights, Tensor | dict[str, Tensor])
     assert_type(sw.noise_scale(sw.gradients(loss, model)).scale, float)
     assert_type(sw.freeze_batchnorm(model), nn.Linear)
     assert_type(sw.fisher(model, losses_of, [x]), dict[str, Tensor])

@@ -18,6 +18,7 @@ from samplewise.core.atomic_io import absolute
 from samplewise.core.batches import check_loader
 from samplewise.core.constants import same_constants
 from samplewise.core.losses import LossFn, as_loss_fn
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_file import read_tensors, write_tensors
 from samplewise.core.text import listed
@@ -25,7 +26,6 @@ from samplewise.engine.checks import check_model
 from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_repeatable
-from samplewise.step.microbatch import Auto
 
 FORMAT = 1
 Labels = Literal["sampled", "data"] | Callable[[Any, Any], Any]  # (model, batch) -> batch
@@ -38,7 +38,7 @@ def ekfac(
     *,
     labels: Literal["sampled", "data"] | Callable[[Any, Any], Any] = "sampled",
     seed: int = 0,
-    microbatch: Auto | int | Literal["auto"] = "auto",
+    microbatch: Microbatch = "auto",
 ) -> EKFAC:
     """EK-FAC approximation of the Fisher matrix (Gauss-Newton matrix) of the mean loss over a loader.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from samplewise.attribution.blocks import (
     only_term,
     with_zeros,
 )
-from samplewise.attribution.microbatch import Microbatch, scanner_of
 from samplewise.core.batches import keep_whole, length, take
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import RandomState
 from samplewise.engine.checks import wide_dtype
 from samplewise.engine.gradients import factored_forms, wanted_parameters
@@ -36,6 +35,7 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
 from samplewise.eval_pass import share_of_rank
 from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.scan import scan
 
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
 
@@ -66,8 +66,8 @@ class Passes:
         """Call add(forms, samples) for each microbatch. The state of the random generators is restored."""
         state = RandomState()
         try:
-            scanner = scanner_of(self.model, self._at_least_two, self.microbatch)
-            for piece, g in chain.from_iterable(map(scanner.of, self._seeded_batches(what))):
+            batches = self._seeded_batches(what)
+            for piece, g in scan(self.model, self._at_least_two, batches, microbatch=self.microbatch):
                 forms: Forms = factored_forms(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
                 with torch.no_grad():  # factors are attached to the graph

@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.microbatch import Microbatch, scanner_of
 from samplewise.attribution.outputs import OutputFn, outputs_and_weights
 from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.batches import cut, length
 from samplewise.core.constants import same_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.engine.gradients import project
 from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
 from samplewise.parallel.group import current_group, errors_on_all_ranks
+from samplewise.scan import Scanner
 
 # Rows are written when they have this many elements, or when this time has passed since the last write.
 ELEMENTS_PER_WRITE = 2**24
@@ -50,7 +51,7 @@ def features_of(
         found[:] = [weights]
         return outputs
 
-    scanner = scanner_of(model, same_constants(outputs, fn) if weighted else fn, microbatch)
+    scanner = Scanner(model, same_constants(outputs, fn) if weighted else fn, microbatch)
 
     def of_batch(batch: Any) -> Features:
         rows = []

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from samplewise.attribution.curvature import Curvature, checked_damping
 from samplewise.attribution.metrics import Metric, Parts, metric_of
-from samplewise.attribution.microbatch import Microbatch, scanner_of
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
 from samplewise.eval_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
 from samplewise.scan import Scanner, scan
-from samplewise.step.microbatch import Auto
 
 ALL = ""  # name of the only part of scores that are not divided by layer
 
@@ -33,7 +32,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: None = None,
-    microbatch: Auto | int | Literal["auto"] = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Tensor: ...
 @overload
 def influence(
@@ -47,7 +46,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: Literal["layer"],
-    microbatch: Auto | int | Literal["auto"] = "auto",
+    microbatch: Microbatch = "auto",
 ) -> dict[str, Tensor]: ...
 def influence(
     model: nn.Module,
@@ -60,7 +59,7 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: Literal["layer"] | None = None,
-    microbatch: Auto | int | Literal["auto"] = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Tensor | dict[str, Tensor]:
     """Influence (queries, training samples): dot products of query and training gradients, summed over checkpoints.
 
@@ -136,8 +135,8 @@ class _Scores(NamedTuple):
 
     def of_all(self, train: Iterable[Any], queries: Iterable[Any]) -> Parts:
         """Scores (queries, training samples) of each part."""
-        scanner = scanner_of(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
-        queried = scan(self.model, self.loss_fn, queries, None)
+        scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
+        queried = scan(self.model, self.loss_fn, queries, microbatch=None)
         rows = [self._with_query(scanner, train, self._query(g)) for _, g in queried]
         return _joined(rows, "queries", dim=0)
 

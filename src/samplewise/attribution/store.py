@@ -41,6 +41,7 @@ from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.constants import with_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.losses import LossFn
+from samplewise.core.memory import Microbatch
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
@@ -49,7 +50,6 @@ from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.parallel.group import current_group, on_every_rank, on_rank_zero
-from samplewise.step.microbatch import Auto
 
 FORMAT = 2
 SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1
@@ -158,7 +158,7 @@ class ProjectedStore:
         *,
         returns: Literal["losses", "outputs"] = "losses",
         second_moments: torch.optim.Optimizer | None = None,
-        microbatch: Auto | int | Literal["auto"] = "auto",
+        microbatch: Microbatch = "auto",
     ) -> int:
         """Add the samples of a loader for a model, and return the model's number.
 
@@ -204,7 +204,7 @@ class ProjectedStore:
         fn: LossFn | OutputFn,
         loader: Iterable[Any],
         *,
-        microbatch: Auto | int | Literal["auto"] = "auto",
+        microbatch: Microbatch = "auto",
     ) -> Tensor:
         """Projections (Q, dim) of the samples of a loader, to search with; they are not stored.
 
@@ -385,7 +385,7 @@ class ProjectedStore:
                 found = directory.name + ("" if directory.is_dir() else ", which is no directory")
                 raise StoreError(
                     f"the store in {self.directory} must have the rows of model {number} in the directory "
-                    f"{expected.name}; found {found}. Restore it from a backup, or fill a new store in another directory."
+                    f"{expected.name}; found {found}. Restore it from a backup, or fill a store in another directory."
                 )
         return [RowsFile(directory, self.dim, self.dtype) for directory in directories]
 

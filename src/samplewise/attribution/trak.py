@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from samplewise.attribution.curvature import checked_damping
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
+from samplewise.core.memory import Microbatch
 from samplewise.eval_pass import check_train_and_queries
 from samplewise.parallel.group import current_group, on_rank_zero
-from samplewise.step.microbatch import Auto
 
 
 def trak(
@@ -29,7 +29,7 @@ def trak(
     damping: float | None = None,
     directory: str | os.PathLike[str] | None = None,
     dtype: Literal["float16", "float32"] = "float32",
-    microbatch: Auto | int | Literal["auto"] = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Tensor:
     """TRAK scores (queries, training samples): effect of a training sample on the output of a query.
 

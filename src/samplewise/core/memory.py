@@ -6,13 +6,36 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.core.devices import device_function
 from samplewise.core.tensor_storage import stored_values
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Automatic microbatch size. Made by `sw.auto`."""
+
+    memory: int | None  # budget of saved activations in bytes; None: a share of the free memory
+
+
+Microbatch = int | Literal["auto"] | Auto | None  # argument of users; None: whole batches
+
+
+def auto(memory: int | None = None) -> Auto:
+    """Automatic microbatch size, for all arguments `microbatch`. Starts with the whole window or batch and halves the
+    size when memory runs out, or when the tensors saved for the backward pass exceed `memory` bytes (default: half of
+    the free memory in a `Step`, a quarter in passes over a dataset such as `sw.scan`). microbatch="auto" is the same as
+    auto().
+    """
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory must be a positive number of bytes; found {memory!r}.")
+    return Auto(memory)
 
 
 class OverBudget(Exception):

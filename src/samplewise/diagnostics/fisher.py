@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
 from samplewise.core.means import WeightedMean
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.scan import scan
 
@@ -20,19 +21,18 @@ def fisher(
     loss_fn: LossFn,
     loader: Iterable[Any],
     *,
-    microbatch: int | str | None = "auto",
-    memory: int | None = None,
+    microbatch: Microbatch = "auto",
 ) -> dict[str, Tensor]:
     """Diagonal of the empirical Fisher matrix: parameter name -> mean over samples of the squared gradient.
 
     Takes about as long as an epoch, in evaluation mode; sums are accumulated in float64. For the true Fisher matrix,
     whose labels are drawn from the model, sample them in `loss_fn`: labels = Categorical(logits=logits).sample().
 
-    microbatch, memory: as in `sw.scan`
+    microbatch: as in `sw.scan`
     """
     means: dict[str, WeightedMean] = defaultdict(lambda: WeightedMean(torch.float64))
     with eval_mode(model):
-        for _, g in scan(model, loss_fn, loader, microbatch, memory=memory):
+        for _, g in scan(model, loss_fn, loader, microbatch=microbatch):
             for name, squares in g.sum_of_squares().items():
                 means[name].add_sum(squares, len(g))
     if not means:

@@ -25,7 +25,7 @@ from samplewise.transforms.chain import Chain
 from samplewise.transforms.transform import Grouping, SumTransform, Transform
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Noise:
     """Noise and signal of per-sample gradients.
 
@@ -48,6 +48,9 @@ class Noise:
     @property
     def ratio(self) -> float:
         return _divide(self.signal, self.trace)
+
+    def __repr__(self) -> str:
+        return f"Noise(scale={self.scale:.4g}, trace={self.trace:.4g}, signal={self.signal:.4g})"
 
 
 def _divide(a: float, b: float) -> float:

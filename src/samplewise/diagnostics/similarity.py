@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samplewise.core.text import plural
 from samplewise.engine.gradients import Gradients
 
 Pair = tuple[int, int, float]  # two samples, and the cosine between their gradients
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Similarity:
     """Cosines between per-sample gradients.
 
@@ -23,11 +24,11 @@ class Similarity:
     matrix: Tensor
     paired: bool
 
-    def together(self, k: int = 10) -> list[Pair]:
+    def most_similar(self, k: int = 10) -> list[Pair]:
         """The k pairs (i, j, cosine) with the largest cosines, in descending order."""
         return self._pairs(k, largest=True)
 
-    def against(self, k: int = 10) -> list[Pair]:
+    def most_opposed(self, k: int = 10) -> list[Pair]:
         """The k pairs (i, j, cosine) with the smallest cosines, in ascending order; negative cosines only."""
         return [pair for pair in self._pairs(k, largest=False) if pair[2] < 0]
 
@@ -48,6 +49,13 @@ class Similarity:
                 break
             _merge(means, groups, i, j)
         return sorted((group for group in groups if group), key=lambda group: (-len(group), group))
+
+    def __repr__(self) -> str:
+        rows, columns = self.matrix.shape
+        size = plural(rows, "sample") if self.paired else f"{rows} × {columns} samples"
+        pairs = self._pairs(1, largest=False) + self._pairs(1, largest=True)
+        cosines = f", cosines of pairs {pairs[0][2]:.2f} to {pairs[1][2]:.2f}" if pairs else ""
+        return f"Similarity({size}{cosines})"
 
     def _pairs(self, k: int, largest: bool) -> list[Pair]:
         rows, columns = self.matrix.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from samplewise.core.batches import pick
 from samplewise.core.constants import same_constants
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
+from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
-from samplewise.core.text import did_you_mean, plural, render
+from samplewise.core.text import did_you_mean, listed, plural, render
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, Score, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
@@ -30,7 +32,7 @@ Key = Hashable | Callable[[Any], Any]  # of an entry of a batch: a key, or a fun
 Ids = list[Any]  # integers or strings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Suspects:
     """Samples with their suspicion scores.
 
@@ -59,13 +61,31 @@ class Suspects:
             return self.ids[first]
         return [self.ids[i] for i in first.tolist()]
 
+    def to_pandas(self) -> Any:
+        """Data frame with one row per sample, the most suspicious first: id, score and the individual scores."""
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from None
+        columns = {"score": self.score, **self.scores}
+        ranked = {name: column[self.order].tolist() for name, column in columns.items()}
+        return pandas.DataFrame({"id": self._names(len(self)), **ranked})
+
+    def _names(self, k: int) -> list[Any]:
+        """Ids of the k most suspicious samples as numbers or strings."""
+        top = self.top(k)
+        return top.tolist() if isinstance(top, Tensor) else list(top)
+
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __repr__(self) -> str:
+        size = f"{plural(len(self), 'sample')} by {' and '.join(self.score_names)}"
+        return f"Suspects({size}; most suspicious: {listed(map(str, self._names(len(self))))})"
+
     def __str__(self) -> str:
         rows = []
-        for i in self.order[:10].tolist():
-            name = self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()
+        for name, i in zip(self._names(10), self.order.tolist(), strict=False):
             rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
         unknown_note = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
         title = f"most suspicious of {plural(len(self), 'sample')}, by {' and '.join(self.score_names)}{unknown_note}"
@@ -83,7 +103,7 @@ def suspects(
     labels: Key = 1,
     ids: Key | None = None,
     checkpoints: Sequence[Checkpoint] | None = None,
-    microbatch: int | str | None = "auto",
+    microbatch: Microbatch = "auto",
 ) -> Suspects:
     """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training.
 
@@ -151,7 +171,7 @@ class _ScoreComputation:
     loss_fn: LossFn
     loader: Iterable[Any]
     names: list[str]
-    microbatch: int | str | None
+    microbatch: Microbatch
     logits: Callable[[nn.Module, Any], Tensor]
     labels: Key
     ids: Key | None
@@ -191,7 +211,7 @@ class _ScoreComputation:
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
-        return scan(self.model, _per_count(self.loss_fn), self.loader, self.microbatch)
+        return scan(self.model, _per_count(self.loss_fn), self.loader, microbatch=self.microbatch)
 
     def _logits_of(self, batch: Any) -> Tensor:
         with torch.no_grad():

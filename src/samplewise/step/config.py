@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from samplewise.core.memory import Auto, auto
 from samplewise.errors import NonFiniteGradientError, PrivacyError
 from samplewise.parallel.strategy import Parallel
 from samplewise.privacy.mechanism import Mechanism
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, Precision
 from samplewise.step.functional_optim import GradientDescent
-from samplewise.step.microbatch import Auto, auto
 from samplewise.transforms.chain import Chain, as_chain
 
 Tail = Literal["update", "drop", "carry"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.devices import DeviceGenerator
+from samplewise.core.memory import Auto
 from samplewise.core.snapshot import random_state
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.parallel import collectives
@@ -22,7 +23,6 @@ from samplewise.parallel.group import current_group
 from samplewise.parallel.strategy import SingleProcessStrategy, resolve_strategy, strategy_name
 from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.config import StepConfig
-from samplewise.step.microbatch import Auto
 from samplewise.step.nonfinite import NO_DENOMINATOR, problem_of_counts, problem_of_losses
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window import Window, WindowTotals, empty_stats

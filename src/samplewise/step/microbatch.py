@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from samplewise.core.batches import cut
 from samplewise.core.devices import empty_cache
-from samplewise.core.memory import free_memory, is_out_of_memory
+from samplewise.core.memory import Auto, free_memory, is_out_of_memory
 from samplewise.step.batch_layouts import BatchLayouts
-
-
-@dataclass(frozen=True)
-class Auto:
-    """Automatic microbatch size."""
-
-    memory: int | None  # budget of saved activations in bytes; None: half of the free memory
-
-
-def auto(memory: int | None = None) -> Auto:
-    """Automatic microbatch size, for `Step(microbatch=...)`. Starts with the whole window and halves the size when
-    memory runs out, or when the tensors saved for the backward pass exceed `memory` bytes (default: half of the free
-    memory). microbatch="auto" is the same as auto().
-    """
-    if memory is not None and not memory > 0:
-        raise ValueError(f"memory must be a positive number of bytes; found {memory!r}.")
-    return Auto(memory)
 
 
 class MicrobatchSize:

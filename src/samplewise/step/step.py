@@ -16,6 +16,7 @@ from samplewise.core.batches import check_loader, keep_whole
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
+from samplewise.core.memory import Auto
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
@@ -44,7 +45,7 @@ from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
-from samplewise.step.microbatch import Auto, MicrobatchSize
+from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
