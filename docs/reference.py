@@ -26,6 +26,7 @@ from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
 
+ATTRIBUTION = ("hessian", "margin", "select", "ProjectedStore")
 # Each name in samplewise.__all__ is in one of these sections; exceptions have their own section.
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
@@ -44,7 +45,7 @@ SECTIONS = {
     ],
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "diagnostics.signal_to_noise", "fisher", "similarity", "suspects"],
-    "Attribution": ["influence", "ekfac", "hessian", "trak", "select", "margin", "ProjectedStore"],
+    "Attribution": ["influence", "ekfac", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
     "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
     "Ledger": ["Ledger", "Indexed", "read_ledger"],
 }

@@ -348,5 +348,10 @@ def test_each_public_name_is_exported_once_and_callable():
     assert all(callable(getattr(samplewise, name)) for name in samplewise.__all__ if name not in MODULES)
 
 
+def test_attribution_is_public():
+    names = {"ProjectedStore", "hessian", "margin", "select", "evaluate", "influence", "trak", "ekfac"}
+    assert names <= {*samplewise.attribution.__all__} <= {*dir(samplewise.attribution)}
+
+
 def test_callbacks_are_public():
     assert {"EarlyStopping", "ModelCheckpoint", "LRMonitor", "MaxTime"} <= set(vars(samplewise.callbacks))
