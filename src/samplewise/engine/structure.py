@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -179,9 +180,12 @@ class _Flat:
         ]
         self.settings = [setting for setting in settings if setting[2] is not NUMBER and setting[2] is not SIZE]
         self.sizes = [(at, name) for at, name, value in settings if value is SIZE]
-        self.counts = [(len(record.operands), record.outputs) for record in records]
+        self.operand_counts = [len(record.operands) for record in records]
+        self.output_counts = [record.outputs for record in records]
         self.edges = [(at, slot) for at, record in enumerate(records) for slot in range(record.outputs)]
-        self.operands = [operand for record in records for operand in record.operands]
+        operands = [operand for record in records for operand in record.operands]
+        self.operands = [len(records) if at is None else at for at, _ in operands]  # the last one: no node
+        self.operand_slots = [slot for _, slot in operands]
         paths: dict[int | None, tuple[int, int]] = {}
         for at, record in enumerate(records):
             for number, (position, _) in enumerate(record.operands):
@@ -216,15 +220,13 @@ class _Flat:
             if (value if type(value) in _PLAIN else repr(value)) != expected:  # `_comparable`, without its call
                 return None
         outputs = [node._input_metadata for node in nodes]
-        if [(len(a), len(b)) for a, b in zip(below, outputs, strict=True)] != self.counts:
+        if list(map(len, below)) != self.operand_counts or list(map(len, outputs)) != self.output_counts:
             return None
         # Same connections: each position is one node, no node has two positions, and there are no others.
-        index: dict[Node, int | None] = dict(zip(nodes, range(len(nodes)), strict=True))
-        if len(index) < len(nodes):
+        operands = zip(map([*nodes, None].__getitem__, self.operands), self.operand_slots, strict=True)
+        if len(set(nodes)) < len(nodes) or list(chain.from_iterable(below)) != list(operands):
             return None
-        index[None] = None
-        connections = [(index.get(child, -1), slot) for of_node in below for child, slot in of_node]
-        return (nodes, [one for of_node in outputs for one in of_node]) if connections == self.operands else None
+        return nodes, list(chain.from_iterable(outputs))
 
     def sizes_of(self, nodes: list[Node], outputs: list[Any]) -> tuple[tuple[Any, ...], ...]:
         """Shapes and dtypes of all outputs, and saved sizes."""
