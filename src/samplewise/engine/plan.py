@@ -453,7 +453,9 @@ class GradBuilder:
         pullback: Pullback | None = None
         for route in planned.branch.routes:
             converted: PerSampleGrad | None = form
-            if route.changing != ():
+            if route.changing == ("T",) and isinstance(form, FactoredGrad):  # without edges, which take microseconds
+                converted = form.transposed()
+            elif route.changing != ():
                 entry = self.graph.edge(planned.branch.entry)
                 leaf = Edge(self.graph.nodes[planned.branch.leaves[route.number]], 0)
                 indices = self._indices(planned) if route.looks_up else None
@@ -479,11 +481,12 @@ class GradBuilder:
         if self.keep and isinstance(form, (FactoredGrad, StackedGrad)):
             form = form.compact()
             is_copied = isinstance(form, DenseGrad)
-        if isinstance(form, DenseGrad) and form.terms is not None:
-            self._settle_terms(form)
-        if self._bundles and isinstance(form, DenseGrad) and is_small(form):
-            self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
-            return True
+        if isinstance(form, DenseGrad):
+            if form.terms is not None:
+                form.settle_terms(self.graph.tracks_terms)
+            if self._bundles and is_small(form):
+                self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
+                return True
         self._finish(name, form)
         return is_copied
 

@@ -14,9 +14,9 @@ from samplewise.engine.grads.dense import DenseGrad
 SMALL = 2**14  # largest number of elements of the rows of one parameter: copying more takes longer than it saves
 
 
-def is_small(form: object) -> bool:
-    """True if the rows of this representation may be copied into a bundle."""
-    return isinstance(form, DenseGrad) and len(form.parts) == 1 and form.parts[0].numel() <= SMALL
+def is_small(form: DenseGrad) -> bool:
+    """True if the rows may be copied into a bundle."""
+    return len(form.parts) == 1 and form.parts[0].numel() <= SMALL
 
 
 def bundled(forms: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
@@ -71,7 +71,7 @@ class _Bundle:
         from another call.
         """
         if not self._sums:
-            self._sums = dict(enumerate(weighted_sum(self.matrix, weights).split(self.widths)))
+            self._sums = dict(enumerate(torch.split_with_sizes(weighted_sum(self.matrix, weights), self.widths)))
             self._weights = weights
         if self._weights is weights and number in self._sums:
             total = self._sums.pop(number)
