@@ -294,7 +294,7 @@ class Planner:
             return False
         if plan.claims and is_traced(self.graph.losses):
             return False
-        return hold(plan.claims, self.graph)
+        return not plan.claims or hold(plan.claims, self.graph)
 
     def _allows_data(self, plan: Plan) -> bool:
         """True if what enters below the cut is no reason to look at this graph: integers may be positions."""
@@ -388,11 +388,8 @@ class GradBuilder:
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
         reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
-
-    @property
-    def recomputes(self) -> bool:
-        """True if it reads tensors of checkpointed blocks: during a pass, so that the pass can use them, too."""
-        return self._reader.recomputes
+        # It reads tensors of checkpointed blocks during a pass, so that the pass can use them, too.
+        self.recomputes = self._reader.recomputes
 
     def add(self, at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
         """Convert the gradients (by output slot) of the node at position `at`. If the node need not be run, a function

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -232,11 +233,12 @@ class _Flat:
         """Shapes and dtypes of all outputs, and saved sizes."""
         return (
             tuple([NESTED if one.is_nested_tensor else tuple(one.shape) for one in outputs]),
-            tuple([one.dtype for one in outputs]),
-            tuple([_comparable(getattr(nodes[at], name)) for at, name in self.sizes]),
+            tuple(map(_dtype, outputs)),
+            tuple([_comparable(getattr(nodes[at], name)) for at, name in self.sizes]) if self.sizes else (),
         )
 
 
+_dtype = attrgetter("dtype")
 _structures: dict[tuple[object, ...], Structure] = {}
 _recent: dict[tuple[object, ...], tuple[Structure, ...]] = {}  # the last ones, by kind and output slot of the root
 _kept = 0  # nodes in `_structures`, counted once more for each of their sizes
