@@ -271,12 +271,14 @@ class Planner:
         assert self._plan is not None
         return self._plan
 
-    def find(self) -> bool:
-        """Look up the plan; False if there is none for such graphs, or if it does not hold for this one."""
+    def find(self, verify: bool = True) -> bool:
+        """Look up the plan; False if there is none for such graphs, or if it does not hold for this one. `verify`: if
+        False, also if this depends on values of this graph.
+        """
         if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
             leave_out_forward_hooks(self.modules)
         plan: Plan | None = self.graph.sizes.plans.get(self.interacting)
-        if plan is None or not self._holds(plan):
+        if plan is None or (not verify and (plan.claims or plan.data_entries)) or not self._holds(plan):
             return False
         self._plan = plan
         return True

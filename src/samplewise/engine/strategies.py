@@ -109,8 +109,10 @@ class QuantityEvaluator:
 
     def find_plan(self) -> bool:
         """Look up the plan; False if the graph must be analyzed."""
+        if self.by_loop or self._planner.find(verify=False):  # without the context, which takes microseconds
+            return True
         with self.context():
-            return self.by_loop or self._planner.find()
+            return self._planner.find()
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
