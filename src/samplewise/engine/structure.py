@@ -199,13 +199,13 @@ class _Flat:
         """
         nodes = [root]
         below = [root.next_functions]
-        for at, number in self.paths:
-            operands = below[at]
-            node = operands[number][0] if number < len(operands) else None
-            if node is None:
-                return None
-            nodes.append(node)
-            below.append(node.next_functions)
+        try:
+            for at, number in self.paths:
+                node = below[at][number][0]
+                nodes.append(node)
+                below.append(node.next_functions)
+        except (IndexError, AttributeError):  # no such operand, or None
+            return None
         kinds: list[type | None] = list(map(type, nodes))
         for at in self.functions:
             kinds[at] = None if isinstance(nodes[at], BackwardCFunction) else kinds[at]

@@ -48,7 +48,7 @@ class _Bundle:
     def add(self, rows: Tensor) -> int:
         """Add the rows (b, *shape) of a parameter; return its number."""
         self.shapes.append(tuple(rows.shape[1:]))
-        flat = rows.reshape(self.samples, -1)
+        flat = rows if rows.dim() == 2 else rows.reshape(self.samples, -1)
         self.widths.append(flat.shape[1])
         self._rows.append(flat)
         return len(self._rows) - 1
@@ -77,7 +77,7 @@ class _Bundle:
             total = self._sums.pop(number)
         else:
             total = weighted_sum(self.columns(number), weights)
-        return total.view(self.shapes[number])
+        return total if len(self.shapes[number]) == 1 else total.view(self.shapes[number])
 
 
 class BundledGrad(DenseGrad):

@@ -314,7 +314,7 @@ class FactoredGrad(PerSampleGrad):
         summed = _summed_term(first, weights)
         for term in others:
             summed = _added_term(summed, term, weights)
-        return summed.view(self.shape) if summed.is_contiguous() else summed.reshape(self.shape)
+        return summed if summed.shape == self.shape else summed.reshape(self.shape)
 
     def term_norms(self) -> Tensor | None:
         if len(self.terms) == 1 and self.tokens == 1:
