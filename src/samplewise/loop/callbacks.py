@@ -251,7 +251,7 @@ def by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, floa
     If there are more than `most` modules, they are merged into the modules that contain them.
     """
     modules = {name: name.split(".")[:-1] for name in norms}
-    depth = max(len(path) for path in modules.values())
+    depth = max(map(len, modules.values()))
     while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > most:
         depth -= 1
     squares: dict[str, float] = defaultdict(float)
