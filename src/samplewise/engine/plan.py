@@ -25,7 +25,7 @@ from samplewise.engine.checks import is_traced
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.bundled import bundled, is_small
+from samplewise.engine.grads.bundled import SMALL, bundled
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS
@@ -483,7 +483,7 @@ class GradBuilder:
         if isinstance(form, DenseGrad):
             if form.terms is not None:
                 form.settle_terms(self.graph.tracks_terms)
-            if self._bundles and is_small(form):
+            if self._bundles and len(form.parts) == 1 and form.parts[0].numel() <= SMALL:
                 self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
                 return True
         self._finish(name, form)

@@ -11,12 +11,7 @@ from torch import Tensor
 from samplewise.engine.grads.by_rows import weighted_sum
 from samplewise.engine.grads.dense import DenseGrad
 
-SMALL = 2**14  # largest number of elements of the rows of one parameter: copying more takes longer than it saves
-
-
-def is_small(form: DenseGrad) -> bool:
-    """True if the rows may be copied into a bundle."""
-    return len(form.parts) == 1 and form.parts[0].numel() <= SMALL
+SMALL = 2**14  # largest number of elements of the rows of a parameter: copying more takes longer than it saves
 
 
 def bundled(forms: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
