@@ -248,7 +248,7 @@ def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tupl
     """Structure and sizes of the graph below output `slot` of `root`, and its nodes. `leaf_names`: id of a parameter ->
     name.
     """
-    kind = None if isinstance(root, BackwardCFunction) else type(root)  # a class defined inside forward is new in each call
+    kind = None if isinstance(root, BackwardCFunction) else type(root)  # a class made in forward is new in each call
     recent = _recent.get((kind, slot), ())
     for structure in recent:
         graph = structure.flat.nodes_of(root, leaf_names)
