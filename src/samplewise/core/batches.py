@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,24 +70,23 @@ def copied(batch: Any) -> Any:
     return map_leaves(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
-def leaves(batch: Any) -> Iterator[Any]:
-    """Iterate over the leaves of a batch: tensors, lists of plain values and other objects, in order."""
-    return (leaf for _, leaf in located_leaves(batch))
+def leaves(batch: Any) -> list[Any]:
+    """Return the leaves of a batch: tensors, lists of plain values and other objects, in order."""
+    return [leaf for _, leaf in located_leaves(batch)]
 
 
-def located_leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def located_leaves(batch: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """As `leaves`, with the path of each leaf."""
     if isinstance(batch, Tensor) or _is_list_of_values(batch):
-        yield path, batch
-    elif isinstance(batch, (Mapping, tuple, list)):
-        for key, item in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
-            yield from located_leaves(item, (*path, key))
+        return [(path, batch)]
+    if isinstance(batch, (tuple, list, Mapping)):
+        entries: Iterable[tuple[Hashable, Any]] = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            if hasattr(batch, field.name):
-                yield from located_leaves(getattr(batch, field.name), (*path, field.name))
+        names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
+        entries = [(name, getattr(batch, name)) for name in names]
     else:
-        yield path, batch
+        return [(path, batch)]
+    return [leaf for key, item in entries for leaf in located_leaves(item, (*path, key))]
 
 
 # --- entries that are not per sample ---------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def length(batch: Any) -> int | None:
     """
     tensors: set[int] = set()
     lists: set[int] = set()
-    for leaf in leaves(batch):
+    for _, leaf in located_leaves(batch):
         if isinstance(leaf, Tensor):
             if leaf.dim() > 0 and not is_whole(leaf):
                 tensors.add(leaf.size(0))

@@ -125,18 +125,19 @@ class Criterion:
                 "output, or nn.MSELoss() for regression."
             )
         classes = kind is nn.MultiMarginLoss or (kind in WITH_COUNTS and not target.is_floating_point())
-        wanted = (len(prediction), *prediction.shape[2:]) if classes else tuple(prediction.shape)
-        if tuple(target.shape) != wanted and kind is nn.CrossEntropyLoss and target.is_floating_point():
+        wanted = (*prediction.shape[:1], *prediction.shape[2:]) if classes else tuple(prediction.shape)
+        if target.shape == wanted:
+            return
+        if kind is nn.CrossEntropyLoss and target.is_floating_point():
             raise LossesError(
                 f"CrossEntropyLoss needs class indices, or class probabilities of shape {wanted}; found a target of "
                 f"{target.dtype} and shape {tuple(target.shape)}. Use target.long() for class indices, or nn.MSELoss() "
                 "for regression."
             )
-        if tuple(target.shape) != wanted:
-            raise LossesError(
-                f"{kind.__name__} needs a target of shape {wanted} for predictions of shape "
-                f"{tuple(prediction.shape)}; found {tuple(target.shape)}. Use squeeze, unsqueeze or view."
-            )
+        raise LossesError(
+            f"{kind.__name__} needs a target of shape {wanted} for predictions of shape "
+            f"{tuple(prediction.shape)}; found {tuple(target.shape)}. Use squeeze, unsqueeze or view."
+        )
 
 
 def as_criterion(loss_fn: Any) -> Criterion | None:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import starmap
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, numel
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node
 from samplewise.engine.parts import Part, divided
 from samplewise.engine.registered_hooks import have_hooks, may_have_hooks, removed_afterwards
 from samplewise.engine.structure import Reach, once
@@ -174,7 +175,7 @@ def backward_past(
 def _fit_cache(graph: Graph, stops: Stops) -> bool:
     """True if the gradients at all stops stay in the CPU caches."""
     shapes = graph.sizes.shapes
-    elements = [numel(shapes[at, slot]) for at, slots in stops.slots.items() for slot in slots]
+    elements = [prod(shapes[at, slot]) for at, slots in stops.slots.items() for slot in slots]
     return sum(elements) <= FITS_CACHE and max(elements, default=0) <= ONE_FITS_CACHE
 
 

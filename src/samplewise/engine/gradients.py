@@ -137,14 +137,16 @@ def gradients_of(
     strategy: str | None = None,
     interacting: str = "refuse",
     sharded: bool = False,
+    checked: bool = False,
 ) -> Gradients:
     """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data. `sharded`: the
-    parameters are whole parameters of a model sharded with `fully_shard`.
+    parameters are whole parameters of a model sharded with `fully_shard`. `checked`: the losses are checked already.
     """
-    check_attached(losses)
     outside = collecting()
     checks = PendingChecks() if outside is None else outside
-    checks.add(finite_losses, losses)
+    if not checked:
+        check_attached(losses)
+        checks.add(finite_losses, losses)
     graph = Graph(losses, dict(wanted))
     graph.sharded = sharded
     if graph.structure.functions or not graph.structure.leaves:
@@ -198,7 +200,7 @@ def accumulate(
     if ordinary and not isinstance(weights, Mapping):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
 
-    sparse = [name for name, p in g._parameters.items() if p.layout is not torch.strided]
+    sparse = [name for name, p in g._parameters.items() if p.layout is not torch.strided] if ordinary or apart else []
     if sparse:
         raise ParameterError(
             "weights must be a tensor with one number per sample if a parameter is sparse, because its gradient comes "

@@ -83,14 +83,15 @@ class HookChecks:
         self.graph = graph
         self.places = places
         self.slots: dict[int, list[int]] = {}  # output slots that are watched, by node
+        self._watched: dict[tuple[Node, int], EdgeKey] = {}
         for at in sorted(places.nodes.difference(side)):
             has_own = at in places.before or at in places.after
             self.slots[at] = [slot for slot in graph.inner[at] if has_own or (at, slot) in places.edges]
-        self._watched = {(graph.nodes[at], slot): (at, slot) for at, slots in self.slots.items() for slot in slots}
+            self._watched.update({(graph.nodes[at], slot): (at, slot) for slot in self.slots[at]})
         self.captures: list[tuple[Node, int]] = []  # edges with several consumers, whose gradients autograd adds
         self._arrivals: dict[EdgeKey, _Arrival] = {}
         self._left: dict[int, Mapping[int, Tensor]] = {}  # by node, in the order of the pass
-        self._foreign = foreign_hooks()
+        self._foreign = foreign_hooks() if self.slots else 0
         self._thread = threading.get_ident()
 
     def watching(self, stops: Stops) -> AbstractContextManager[None]:

@@ -78,9 +78,9 @@ class Norms:
         joint: the parameters of a bundle may have the norms of the bundle instead, as one tensor.
         """
         if self._known is None or (self._joint and not joint):
-            known = {name: norms for name, norms in (self._known or {}).items() if name not in self._joint}
+            known = self._known and {name: norms for name, norms in self._known.items() if name not in self._joint}
             self._joint.clear()
-            self._known = self._evaluator.evaluate(partial(self._of_form, joint, known))
+            self._known = self._evaluator.evaluate(partial(self._of_form, joint, known or {}))
         return self._known
 
     def _of_form(self, joint: bool, known: dict[str, Tensor], form: PerSampleGrad, name: str) -> Tensor:

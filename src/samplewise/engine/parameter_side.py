@@ -67,8 +67,6 @@ def carried(
     """
     if changing is None:
         return None
-    if changing == ("T",) and isinstance(form, FactoredGrad):
-        return form.transposed()
     if changing == ("Transpose",) and isinstance(form, StackedGrad) and _swaps_last_dims(entry):
         return form.transposed()
     if set(changing) <= VIEWS:

@@ -24,7 +24,7 @@ from samplewise.engine.checks import is_traced
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.bundled import bundled, is_small
+from samplewise.engine.grads.bundled import SMALL, bundled
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS
@@ -271,12 +271,14 @@ class Planner:
         assert self._plan is not None
         return self._plan
 
-    def find(self) -> bool:
-        """Look up the plan; False if there is none for such graphs, or if it does not hold for this one."""
+    def find(self, verify: bool = True) -> bool:
+        """Look up the plan; False if there is none for such graphs, or if it does not hold for this one. `verify`: if
+        False, also if this depends on values of this graph.
+        """
         if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
             leave_out_forward_hooks(self.modules)
         plan: Plan | None = self.graph.sizes.plans.get(self.interacting)
-        if plan is None or not self._holds(plan):
+        if plan is None or (not verify and (plan.claims or plan.data_entries)) or not self._holds(plan):
             return False
         self._plan = plan
         return True
@@ -294,7 +296,7 @@ class Planner:
             return False
         if plan.claims and is_traced(self.graph.losses):
             return False
-        return hold(plan.claims, self.graph)
+        return not plan.claims or hold(plan.claims, self.graph)
 
     def _allows_data(self, plan: Plan) -> bool:
         """True if what enters below the cut is no reason to look at this graph: integers may be positions."""
@@ -388,11 +390,8 @@ class GradBuilder:
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
         reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
-
-    @property
-    def recomputes(self) -> bool:
-        """True if it reads tensors of checkpointed blocks: during a pass, so that the pass can use them, too."""
-        return self._reader.recomputes
+        # It reads tensors of checkpointed blocks during a pass, so that the pass can use them, too.
+        self.recomputes = self._reader.recomputes
 
     def add(self, at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
         """Convert the gradients (by output slot) of the node at position `at`. If the node need not be run, a function
@@ -453,7 +452,9 @@ class GradBuilder:
         pullback: Pullback | None = None
         for route in planned.branch.routes:
             converted: PerSampleGrad | None = form
-            if route.changing != ():
+            if route.changing == ("T",) and isinstance(form, FactoredGrad):  # without edges, which take microseconds
+                converted = form.transposed()
+            elif route.changing != ():
                 entry = self.graph.edge(planned.branch.entry)
                 leaf = Edge(self.graph.nodes[planned.branch.leaves[route.number]], 0)
                 indices = self._indices(planned) if route.looks_up else None
@@ -479,11 +480,12 @@ class GradBuilder:
         if self.keep and isinstance(form, (FactoredGrad, StackedGrad)):
             form = form.compact()
             is_copied = isinstance(form, DenseGrad)
-        if isinstance(form, DenseGrad) and form.terms is not None:
-            self._settle_terms(form)
-        if self._bundles and isinstance(form, DenseGrad) and is_small(form):
-            self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
-            return True
+        if isinstance(form, DenseGrad):
+            if form.terms is not None:
+                form.settle_terms(self.graph.tracks_terms)
+            if self._bundles and len(form.parts) == 1 and form.parts[0].numel() <= SMALL:
+                self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
+                return True
         self._finish(name, form)
         return is_copied
 

@@ -202,17 +202,15 @@ def _drop(tensor: Tensor) -> None:
     """Pack hook that keeps nothing."""
 
 
-def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:
-    """Nodes with a saved tensor that was packed by a hook, as in activation checkpoints.
-
-    All nodes if torch does not show hooks.
+def hooked_nodes(names: Mapping[Node, tuple[str, ...]]) -> list[Node]:
+    """Nodes with a saved tensor that was packed by a hook, as in activation checkpoints: one of the given names, or any
+    of a node without names. All nodes if torch does not show hooks.
     """
     if not HOOKS_ARE_VISIBLE:
-        return list(nodes)
+        return list(names)
     hooked = []
-    for node in nodes:
-        names = _names.get(type(node))
-        for name in saved_tensor_names(node) if names is None else names:
+    for node, of_node in names.items():
+        for name in of_node or saved_tensor_names(node):
             raw = getattr(node, "_raw_saved_" + name)
             if isinstance(raw, (tuple, list)):
                 packed = any(one.unpack_hook is not None for one in raw)

@@ -121,8 +121,10 @@ class QuantityEvaluator:
 
     def find_plan(self) -> bool:
         """Look up the plan; False if the graph must be analyzed."""
+        if self.by_loop or self._planner.find(verify=False):  # without the context, which takes microseconds
+            return True
         with self.context():
-            return self.by_loop or self._planner.find()
+            return self._planner.find()
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
@@ -335,9 +337,10 @@ class BackwardStrategy:
         # A probe has computed these gradients already; a Function or hook may have changed them in place since.
         in_place = bool(graph.structure.functions) or (weighs and may_have_hooks(graph))
         builder = self.make_builder(plan, graph, quantity, self.create_graph, keep, self.factors, in_place)
-        probed = {} if self.create_graph or graph.sharded or in_place or may_have_hooks(graph) else dict(plan.gradients)
+        probed = dict(plan.gradients)
         plan.gradients.clear()
-        if probed and len(probed) == len(plan.tags):
+        unusable = not probed or self.create_graph or graph.sharded or in_place or may_have_hooks(graph)
+        if not unusable and len(probed) == len(plan.tags):
             for at, slots in plan.stops.slots.items():
                 builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
             return builder

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -179,9 +181,12 @@ class _Flat:
         ]
         self.settings = [setting for setting in settings if setting[2] is not NUMBER and setting[2] is not SIZE]
         self.sizes = [(at, name) for at, name, value in settings if value is SIZE]
-        self.counts = [(len(record.operands), record.outputs) for record in records]
+        self.operand_counts = [len(record.operands) for record in records]
+        self.output_counts = [record.outputs for record in records]
         self.edges = [(at, slot) for at, record in enumerate(records) for slot in range(record.outputs)]
-        self.operands = [operand for record in records for operand in record.operands]
+        operands = [operand for record in records for operand in record.operands]
+        self.operands = [len(records) if at is None else at for at, _ in operands]  # the last one: no node
+        self.operand_slots = [slot for _, slot in operands]
         paths: dict[int | None, tuple[int, int]] = {}
         for at, record in enumerate(records):
             for number, (position, _) in enumerate(record.operands):
@@ -194,13 +199,13 @@ class _Flat:
         """
         nodes = [root]
         below = [root.next_functions]
-        for at, number in self.paths:
-            operands = below[at]
-            node = operands[number][0] if number < len(operands) else None
-            if node is None:
-                return None
-            nodes.append(node)
-            below.append(node.next_functions)
+        try:
+            for at, number in self.paths:
+                node = below[at][number][0]
+                nodes.append(node)
+                below.append(node.next_functions)
+        except (IndexError, AttributeError):  # no such operand, or None
+            return None
         kinds: list[type | None] = list(map(type, nodes))
         for at in self.functions:
             kinds[at] = None if isinstance(nodes[at], BackwardCFunction) else kinds[at]
@@ -216,25 +221,24 @@ class _Flat:
             if (value if type(value) in _PLAIN else repr(value)) != expected:  # `_comparable`, without its call
                 return None
         outputs = [node._input_metadata for node in nodes]
-        if [(len(a), len(b)) for a, b in zip(below, outputs, strict=True)] != self.counts:
+        if list(map(len, below)) != self.operand_counts or list(map(len, outputs)) != self.output_counts:
             return None
         # Same connections: each position is one node, no node has two positions, and there are no others.
-        index: dict[Node, int | None] = dict(zip(nodes, range(len(nodes)), strict=True))
-        if len(index) < len(nodes):
+        operands = zip(map([*nodes, None].__getitem__, self.operands), self.operand_slots, strict=True)
+        if len(set(nodes)) < len(nodes) or list(chain.from_iterable(below)) != list(operands):
             return None
-        index[None] = None
-        connections = [(index.get(child, -1), slot) for of_node in below for child, slot in of_node]
-        return (nodes, [one for of_node in outputs for one in of_node]) if connections == self.operands else None
+        return nodes, list(chain.from_iterable(outputs))
 
     def sizes_of(self, nodes: list[Node], outputs: list[Any]) -> tuple[tuple[Any, ...], ...]:
         """Shapes and dtypes of all outputs, and saved sizes."""
         return (
             tuple([NESTED if one.is_nested_tensor else tuple(one.shape) for one in outputs]),
-            tuple([one.dtype for one in outputs]),
-            tuple([_comparable(getattr(nodes[at], name)) for at, name in self.sizes]),
+            tuple(map(_dtype, outputs)),
+            tuple([_comparable(getattr(nodes[at], name)) for at, name in self.sizes]) if self.sizes else (),
         )
 
 
+_dtype = attrgetter("dtype")
 _structures: dict[tuple[object, ...], Structure] = {}
 _recent: dict[tuple[object, ...], tuple[Structure, ...]] = {}  # the last ones, by kind and output slot of the root
 _kept = 0  # nodes in `_structures`, counted once more for each of their sizes
@@ -244,7 +248,7 @@ def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tupl
     """Structure and sizes of the graph below output `slot` of `root`, and its nodes. `leaf_names`: id of a parameter ->
     name.
     """
-    kind = None if is_python_function(root) else type(root)  # a class defined inside forward is new in each call
+    kind = None if isinstance(root, BackwardCFunction) else type(root)  # a class made in forward is new in each call
     recent = _recent.get((kind, slot), ())
     for structure in recent:
         graph = structure.flat.nodes_of(root, leaf_names)

@@ -256,7 +256,7 @@ def _by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, flo
     If there are more than `most` modules, they are merged into the modules that contain them.
     """
     modules = {name: name.split(".")[:-1] for name in norms}
-    depth = max(len(path) for path in modules.values())
+    depth = max(map(len, modules.values()))
     while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > most:
         depth -= 1
     squares: dict[str, float] = defaultdict(float)

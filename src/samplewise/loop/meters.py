@@ -157,8 +157,10 @@ class UpdateSums:
 def _as_floats(numbers: Sequence[Number]) -> list[float]:
     """The numbers as floats, with one host sync for all tensors among them."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
-    device = tensors[0].device if tensors else None
-    values = iter(torch.stack([t if t.device == device else t.to(device) for t in tensors]).tolist() if tensors else ())
+    if not tensors:
+        return [float(number) for number in numbers]
+    device = tensors[0].device
+    values = iter(torch.stack([t if t.device == device else t.to(device) for t in tensors]).tolist())
     return [next(values) if isinstance(number, Tensor) else number for number in numbers]
 
 

@@ -306,8 +306,8 @@ class Trainer(CheckedAttributes):
         """Write and print one note if most of the time is spent waiting for the loader."""
         if self._noted_loading:
             return
-        times = (data.seconds_waited, self._timer.wall_seconds)
-        text = loading_notice(data.loader, *(seconds - data.first_wait for seconds in times))
+        first = data.first_wait
+        text = loading_notice(data.loader, data.seconds_waited - first, self._timer.wall_seconds - first)
         if text is not None:
             self._noted_loading = True
             self.write("note", update=self.step.counters.updates, text=text)
@@ -466,8 +466,9 @@ class Trainer(CheckedAttributes):
         fields: numbers, texts, or lists or dicts of these. `update` is the position of the line on the axis of loggers;
         default: the number of updates so far.
         """
-        if self._files is not None:
-            self._files.write(kind=kind, **fields)
+        files = self._files
+        if files is not None:
+            files.write(kind=kind, **fields)
         self._callbacks.emit("on_log", kind=kind, fields=fields)
 
     def save(self) -> Path:

@@ -168,7 +168,7 @@ class PerSampleAccumulator(Accumulator):
         )
         g = None
         if self._measures:
-            g = self.evaluator.gradients(losses, microbatch)
+            g = self.evaluator.gradients(losses, microbatch, checked=True)
             self.measure(g, stats, self.chain.samples, self.record_norms)
         self.keep(self.chain.samples, stats)
         return losses, g, stats

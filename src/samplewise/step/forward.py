@@ -165,12 +165,12 @@ class LossEvaluator:
             "files, clocks or other state that is not in Python variables; or use one microbatch per window."
         )
 
-    def gradients(self, losses: Tensor, microbatch: Any = None) -> Gradients:
+    def gradients(self, losses: Tensor, microbatch: Any = None, checked: bool = False) -> Gradients:
         """Gradients of every sample, times the loss scale. `microbatch`: the microbatch of the losses, used to find out
-        whether samples really interact.
+        whether samples really interact. `checked`: the losses are known to be finite.
         """
         scaled = losses * self.precision.scale if self.precision.scales else losses
-        g = self.gradients_of(scaled, self.interacting)
+        g = self.gradients_of(scaled, self.interacting, checked and scaled is losses)
         if self.interacting == "allow":
             return g
         if self._coincidences and structure_hash(g) in self._coincidences:
@@ -185,13 +185,13 @@ class LossEvaluator:
                 return self.gradients_of(scaled)
             raise
 
-    def gradients_of(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
+    def gradients_of(self, losses: Tensor, interacting: str = "refuse", checked: bool = False) -> Gradients:
         """Gradients of every sample, without the loss scale and without a check for interaction by coincidence."""
         wanted = self.trained.wanted()
         if self.strategy.sharded:
             g = gradients_of(losses, wanted, self.modules, False, "twice", interacting, sharded=True)
         else:
-            g = gradients_of(losses, wanted, self.modules, interacting=interacting)
+            g = gradients_of(losses, wanted, self.modules, interacting=interacting, checked=checked)
         if self.term_limit is not None:
             track_terms(g)
         return g

@@ -77,7 +77,7 @@ class SampleStats:
     def count_sum(self) -> Tensor | int:
         """Σ counts, computed once."""
         if self.counts is None:
-            return len(self)
+            return self.losses.shape[0]
         if self._count_sum is None:
             self._count_sum = self.counts.sum()
         return self._count_sum
@@ -141,21 +141,18 @@ def one_per_sample(values: PerSample) -> Tensor:
 
 def denominator(parts: Sequence[SampleStats]) -> Tensor | int:
     """Denominator of a window: Σ counts, times the coefficients of renormalizing transforms."""
-    return _total([part.count_sum if part.shares is None else part.shares.sum() for part in parts])
+    terms = [part.count_sum if part.shares is None else part.shares.sum() for part in parts]
+    return terms[0] if len(terms) == 1 else sum(terms)  # not 0 + tensor, which takes microseconds
 
 
 def total_count(parts: Sequence[SampleStats]) -> Tensor | int:
     """Σ counts."""
-    return _total([part.count_sum for part in parts])
-
-
-def _total(numbers: Sequence[Tensor | int]) -> Tensor | int:
-    return numbers[0] if len(numbers) == 1 else sum(numbers)  # not 0 + tensor, which takes microseconds
+    return parts[0].count_sum if len(parts) == 1 else sum(part.count_sum for part in parts)
 
 
 def total_loss(parts: Sequence[SampleStats]) -> Tensor:
     """Σ losses. Half precision is summed in float32: its own sums may stop growing at a few hundred."""
-    losses = cat([part.losses for part in parts])
+    losses = parts[0].losses if len(parts) == 1 else torch.cat([part.losses for part in parts])
     half = losses.dtype in (torch.float16, torch.bfloat16)
     return losses.sum(dtype=torch.float32 if half else None)
 

@@ -45,7 +45,7 @@ class SampleTransform:
         """Coefficients, after a check of type, shape and finiteness."""
         coefficients = self.answer(stats)
         if not self.by_parameter:
-            return self._checked(coefficients, len(stats), "one coefficient per sample")
+            return self._checked(coefficients, stats.losses.shape[0], "one coefficient per sample")
         if not isinstance(coefficients, Mapping):
             found = type(coefficients).__name__
             raise TransformError(f"{self} must return a dict of parameter names and tensors (B,); found {found}.")

@@ -11,12 +11,7 @@ from torch import Tensor
 from samplewise.engine.grads.by_rows import weighted_sum
 from samplewise.engine.grads.dense import DenseGrad
 
-SMALL = 2**14  # largest number of elements of the rows of one parameter: copying more takes longer than it saves
-
-
-def is_small(form: object) -> bool:
-    """True if the rows of this representation may be copied into a bundle."""
-    return isinstance(form, DenseGrad) and len(form.parts) == 1 and form.parts[0].numel() <= SMALL
+SMALL = 2**14  # largest number of elements of the rows of a parameter: copying more takes longer than it saves
 
 
 def bundled(forms: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
@@ -48,7 +43,7 @@ class _Bundle:
     def add(self, rows: Tensor) -> int:
         """Add the rows (b, *shape) of a parameter; return its number."""
         self.shapes.append(tuple(rows.shape[1:]))
-        flat = rows.reshape(self.samples, -1)
+        flat = rows if rows.dim() == 2 else rows.reshape(self.samples, -1)
         self.widths.append(flat.shape[1])
         self._rows.append(flat)
         return len(self._rows) - 1
@@ -71,13 +66,13 @@ class _Bundle:
         from another call.
         """
         if not self._sums:
-            self._sums = dict(enumerate(weighted_sum(self.matrix, weights).split(self.widths)))
+            self._sums = dict(enumerate(torch.split_with_sizes(weighted_sum(self.matrix, weights), self.widths)))
             self._weights = weights
         if self._weights is weights and number in self._sums:
             total = self._sums.pop(number)
         else:
             total = weighted_sum(self.columns(number), weights)
-        return total.view(self.shapes[number])
+        return total if len(self.shapes[number]) == 1 else total.view(self.shapes[number])
 
 
 class BundledGrad(DenseGrad):

@@ -165,7 +165,7 @@ class FactoredGrad(PerSampleGrad):
 
     def __init__(self, terms: Sequence[Term], shape: tuple[int, ...]):
         left = terms[0].left
-        self.samples = len(left.positions if isinstance(left, OneHot) else left)
+        self.samples = (left.positions if isinstance(left, OneHot) else left).shape[0]
         self.shape = shape
         self.terms = list(terms) if len(terms) == 1 else _joined(terms)
 
@@ -314,7 +314,7 @@ class FactoredGrad(PerSampleGrad):
         summed = _summed_term(first, weights)
         for term in others:
             summed = _added_term(summed, term, weights)
-        return summed.view(self.shape) if summed.is_contiguous() else summed.reshape(self.shape)
+        return summed if summed.shape == self.shape else summed.reshape(self.shape)
 
     def term_norms(self) -> Tensor | None:
         if len(self.terms) == 1 and self.tokens == 1:
@@ -393,19 +393,16 @@ def _squared_norms_of_lookup(term: Term) -> Tensor:
 
 def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     """Samples with non-zero weight, if leaving out the others saves more than selecting them costs; else None."""
-    if weights is None or weights.requires_grad or weights.device.type != "cpu" or is_traced(weights):
-        return None  # on other devices, nonzero would be a host sync
     global _last_selection
     last, selected = _last_selection
-    if last() is not weights:
-        selected = _selected(weights)
-        _last_selection = (weakref.ref(weights), selected)
-    return selected
-
-
-def _selected(weights: Tensor) -> Tensor | None:
+    if weights is None or last() is weights:
+        return None if weights is None else selected
+    if weights.requires_grad or not weights.is_cpu or is_traced(weights):
+        return None  # on other devices, nonzero would be a host sync
     nonzero = weights.nonzero()
-    return nonzero.flatten() if nonzero.shape[0] <= ENOUGH_LEFT * weights.shape[0] else None
+    selected = nonzero.flatten() if nonzero.shape[0] <= ENOUGH_LEFT * weights.shape[0] else None
+    _last_selection = (weakref.ref(weights), selected)
+    return selected
 
 
 # Weights, and the samples selected for them: all parameters are summed with the same tensor of weights.

@@ -137,7 +137,8 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
     if split.divided is not None:
         values = values.reshape(split.divided).movedim(split.dim, 0)
     if not split.summed:
-        return DenseGrad(values.reshape(use.samples, *use.shape))
+        rows = (use.samples, *use.shape)
+        return DenseGrad(values if values.shape == rows else values.reshape(rows))
     return _summed_over(use, values.reshape(split.by_sample), split.summed)
 
 
