@@ -26,7 +26,7 @@ class Curvature(Protocol):
     the default, is 0.1 if a matrix is inverted. The mean is taken
 
         EKFAC                    of each block, which is a layer, over its own eigenvalues
-        Hessian                  over the absolute values of all eigenvalues: some may be negative, and cancel others
+        Hessian                  over all eigenvalues; it must be positive
         trak, ProjectedStore     over the eigenvalues of X^T X, where X are the projected gradients of a model
 
     `sw.trak` inverts a matrix in any case, `sw.influence` if it is given a curvature, a store if it is given a damping.

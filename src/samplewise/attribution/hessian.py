@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,12 +101,8 @@ class Hessian:
 
     @property
     def mean_eigenvalue(self) -> float:
-        """Mean of the absolute values of the eigenvalues. `damping` is a multiple of it.
-
-        Without absolute values, the negative eigenvalues of a model that is not at a minimum would cancel others, and
-        the mean could be zero or negative.
-        """
-        return float(self._eigenvalues.abs().mean())
+        """Mean of the eigenvalues, which is that of the diagonal. `damping` is a multiple of it."""
+        return float(self.matrix.diagonal().mean())
 
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
         """Product of (H + damping * mean_eigenvalue * identity)^-1 with each row, name -> (n, *shape).
@@ -129,33 +124,31 @@ class Hessian:
     def _factored(self, damping: float) -> Tensor:
         if self._factor is None or damping != self._damping:
             self._factor = None  # free its memory first
-            added = damping * self.mean_eigenvalue
-            self._check_positive(damping, added)
+            mean = self.mean_eigenvalue
+            if not mean > 0:
+                raise ValueError(
+                    "the mean eigenvalue of the Hessian must be positive, because damping is a multiple of it; found "
+                    f"{mean:.3g}. Train the model closer to a minimum, or use sw.ekfac."
+                )
             damped = self.matrix.clone()
-            damped.diagonal().add_(added)
-            factor = torch.linalg.cholesky(damped)
+            damped.diagonal().add_(damping * mean)
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            if failed or not _is_regular(factor):
+                smallest = float(torch.linalg.eigvalsh(self.matrix)[0]) / mean
+                raise ValueError(
+                    "the Hessian plus damping must be positive definite; found a smallest eigenvalue of "
+                    f"{smallest:.3g} times their mean, with damping {damping:.3g}. Pass a damping above "
+                    f"{max(-smallest, 0):.3g}, or train the model closer to a minimum."
+                )
             self._factor = factor
             self._damping = damping
         return self._factor
 
-    def _check_positive(self, damping: float, added: float) -> None:
-        """Raise ValueError if the matrix is not positive definite, or singular up to rounding, with `added`."""
-        smallest, largest = self._eigenvalues[[0, -1]].tolist()
-        if smallest + added > len(self.matrix) * torch.finfo(self.matrix.dtype).eps * (largest + added):
-            return
-        mean = self.mean_eigenvalue
-        if not mean:
-            raise ValueError("the Hessian must not be zero; found zeros only: the losses are linear in the parameters.")
-        raise ValueError(
-            "the Hessian plus damping must be positive definite; found a smallest eigenvalue of "
-            f"{smallest / mean:.3g} times their mean absolute value, with damping {damping:.3g}. Pass a damping above "
-            f"{max(-smallest / mean, 0):.3g}, or train the model closer to a minimum."
-        )
-
-    @cached_property
-    def _eigenvalues(self) -> Tensor:
-        """Ascending; takes as long as five factorizations."""
-        return torch.linalg.eigvalsh(self.matrix)
-
     def __repr__(self) -> str:
         return f"Hessian({len(self.matrix):,} parameters in {listed(self.shapes)})"
+
+
+def _is_regular(factor: Tensor) -> bool:
+    """False if the matrix of a Cholesky factor is singular up to rounding."""
+    diagonal = factor.diagonal()
+    return bool(diagonal.min() ** 2 > len(factor) * torch.finfo(factor.dtype).eps * diagonal.max() ** 2)
