@@ -122,7 +122,8 @@ class ProjectedStore:
 
     def __repr__(self) -> str:
         size = f"{plural(len(self), 'sample')}, {plural(self.models, 'model')}, dim={self.dim}"
-        return f"ProjectedStore({str(self.directory)!r}, {size}, seed={self.seed})"
+        settings = f"seed={self.seed}, dtype={self.dtype!r}" + (f", blocks={self.blocks!r}" if self.blocks else "")
+        return f"ProjectedStore({str(self.directory)!r}, {size}, {settings})"
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +384,7 @@ class ProjectedStore:
             if directory != expected or not directory.is_dir():
                 raise StoreError(
                     f"the store in {self.directory} must have the rows of model {number} in the directory "
-                    f"{expected.name}; found {directory.name}{'' if directory.is_dir() else ', which is no directory'}. "
+                    f"{expected.name}; found {directory.name}{'' if directory.is_dir() else ', which is a file'}. "
                     "Restore it from a backup, or fill a new store in another directory."
                 )
         return [RowsFile(directory, self.dim, self.dtype) for directory in directories]

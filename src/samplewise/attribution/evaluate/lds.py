@@ -13,12 +13,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from samplewise.attribution.evaluate.tables import by_query
 from samplewise.core.atomic_io import absolute, atomic_write
-from samplewise.core.text import render
+from samplewise.core.text import plural, render
+
+if TYPE_CHECKING:
+    import pandas
 
 BOOTSTRAPS = 200
 
@@ -40,28 +45,48 @@ def subsets(dataset_size: int, count: int, *, fraction: float = 0.5, seed: int =
     return torch.stack([torch.randperm(dataset_size, generator=generator)[:size].sort().values for _ in range(count)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LDS:
-    """Linear datamodeling score of attribution scores. `print` shows it beside baselines."""
+    """Linear datamodeling score of attribution scores. `print` shows it beside baselines.
 
-    mean: float  # over queries
-    standard_error: float  # by bootstrap over subsets and queries
-    per_query: Tensor = field(repr=False)  # (q,)
+    mean: over queries
+    standard_error: of the mean, by bootstrap over subsets and queries
+    per_query: (queries,)
+    subsets: number of subsets
+    agreement: mean rank correlation between two trainings of the same subsets with different seeds; None without
+        repetitions
+    ceiling: expected score of a prediction without error, because the outputs that it is compared with contain the
+        noise of the seeds; None without repetitions
+    baselines: LDS of other scores, by name
+    """
+
+    mean: float
+    standard_error: float
+    per_query: Tensor
     subsets: int
-    # Mean rank correlation between two trainings of the same subsets with different seeds; None without repetitions.
     agreement: float | None = None
-    # Expected score of a prediction without error: outputs that are compared with it contain the noise of the seeds.
     ceiling: float | None = None
-    baselines: Mapping[str, LDS] = field(default_factory=dict, repr=False)
+    baselines: Mapping[str, LDS] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"LDS({self.mean:.3f} ± {self.standard_error:.3f}, {self._conditions})"
 
     def __str__(self) -> str:
-        limit = "" if self.ceiling is None else f", ceiling {self.ceiling:.3f}"
-        title = f"LDS over {self.subsets} subsets and {len(self.per_query)} queries{limit}"
+        title = f"LDS over {self._conditions}"
         rows = [(name, f"{each.mean:.3f}", f"{each.standard_error:.3f}") for name, each in self._all().items()]
         return render(("scores", "LDS", "± standard error"), rows, title)
 
+    def to_pandas(self) -> pandas.DataFrame:
+        """DataFrame with the score of each query: a row per query, a column for these scores and for each baseline."""
+        return by_query({name: each.per_query for name, each in self._all().items()})
+
+    @property
+    def _conditions(self) -> str:
+        limit = "" if self.ceiling is None else f", ceiling {self.ceiling:.3f}"
+        return f"{self.subsets} subsets and {plural(len(self.per_query), 'query', 'queries')}{limit}"
+
     def _all(self) -> dict[str, LDS]:
-        return {"these": self, **self.baselines}
+        return {"these scores": self, **self.baselines}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write mean, standard error, ceiling and baselines to a JSON file, which `samplewise attribute` shows."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,26 +14,45 @@ from torch.utils.data import Dataset
 
 from samplewise.attribution.evaluate.lds import check_scores
 from samplewise.attribution.evaluate.retrain import retrain
+from samplewise.attribution.evaluate.tables import by_query
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
 from samplewise.attribution.outputs import OutputFn, margin
 from samplewise.core.snapshot import random_state_restored
-from samplewise.core.text import render
+from samplewise.core.text import plural, render
+
+if TYPE_CHECKING:
+    import pandas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Removal:
-    """Mean decrease of the output of a query after retraining without k training samples, for each kind of scores."""
+    """Mean decrease of the output of a query after retraining without k training samples, for each kind of scores.
+
+    decrease, standard_error: mean over queries and its standard error, by kind: "these scores", "random", baselines
+    per_query: decrease of each query (queries,), by kind
+    """
 
     k: int
-    decrease: Mapping[str, float]  # mean over queries
-    standard_error: Mapping[str, float]  # over queries
-    per_query: Mapping[str, Tensor] = field(repr=False)  # (queries,)
+    decrease: Mapping[str, float]
+    standard_error: Mapping[str, float]
+    per_query: Mapping[str, Tensor]
+
+    def __repr__(self) -> str:
+        means = (f"{name} {mean:.3f} ± {self.standard_error[name]:.3f}" for name, mean in self.decrease.items())
+        return f"Removal(k={self.k}, {self._queries}, decrease: {', '.join(means)})"
 
     def __str__(self) -> str:
         rows = [(name, f"{mean:.3f}", f"{self.standard_error[name]:.3f}") for name, mean in self.decrease.items()]
-        queries = len(next(iter(self.per_query.values())))
-        title = f"decrease of the output without {self.k} training samples, {queries} queries"
+        title = f"decrease of the output without {plural(self.k, 'training sample')}, {self._queries}"
         return render(("removed by", "decrease", "± standard error"), rows, title)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """DataFrame with the decrease of each query: a row per query, a column for each kind of scores."""
+        return by_query(self.per_query)
+
+    @property
+    def _queries(self) -> str:
+        return plural(len(next(iter(self.per_query.values()))), "query", "queries")
 
 
 def removal(
