@@ -101,7 +101,7 @@ def beside_kronfluence(model, train, queries, rounds):
 
 
 def of_samplewise(model, train, queries):
-    """EK-FAC scores (train, queries), seconds of the fit, seconds of the scores."""
+    """EK-FAC scores (queries, training samples), seconds of the fit, seconds of the scores."""
     start = time.perf_counter()
     curvature = sw.ekfac(model, losses, DataLoader(train, BATCH), labels="data")
     fitted = time.perf_counter()
@@ -110,7 +110,7 @@ def of_samplewise(model, train, queries):
 
 
 def of_kronfluence(model, train, queries, strategy):
-    """Scores (train, queries), seconds of the fit, seconds of the scores."""
+    """Scores (queries, training samples), seconds of the fit, seconds of the scores."""
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
@@ -123,9 +123,9 @@ def of_kronfluence(model, train, queries, strategy):
             return self.compute_train_loss(batch, model)
 
     task = Classification()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         prepared = prepare_model(copy.deepcopy(model), task)
-        analyzer = Analyzer("mlp", prepared, task, cpu=True, disable_tqdm=True, output_dir=folder)
+        analyzer = Analyzer("mlp", prepared, task, cpu=True, disable_tqdm=True, output_dir=directory)
         start = time.perf_counter()
         arguments = FactorArguments(strategy=strategy, use_empirical_fisher=True)
         analyzer.fit_all_factors("factors", train, per_device_batch_size=BATCH, factor_args=arguments)
@@ -141,7 +141,7 @@ def of_kronfluence(model, train, queries, strategy):
         )
         end = time.perf_counter()
         scores = analyzer.load_pairwise_scores("scores")["all_modules"]
-    return scores.T, fitted - start, end - fitted
+    return scores, fitted - start, end - fitted
 
 
 # --- captum --------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def beside_captum(model, checkpoints, train, queries):
         batch_size=BATCH,
         sample_wise_grads_per_batch=True,
     )
-    theirs = tracer.influence(tuple(default_collate(list(queries)))).T
+    theirs = tracer.influence(tuple(default_collate(list(queries))))
     end = time.perf_counter()
     difference = relative_difference(ours, theirs)
     print(f"TracIn, largest difference from captum / largest score          {difference:.1e}")

@@ -37,8 +37,10 @@ def features() -> None:
             optimizer.step()
 
     def fill(size: int) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            sw.ProjectedStore(folder, DIM).fill(model, sw.margin, batches(size), output=True)
+        with tempfile.TemporaryDirectory() as directory:
+            sw.attribution.ProjectedStore(directory, DIM).fill(
+                model, sw.attribution.margin, batches(size), returns="outputs"
+            )
 
     calls = {size: lambda size=size: fill(size) for size in (64, 250, 500, 1000)}
     for call in (epoch, *calls.values()):
@@ -51,8 +53,8 @@ def search() -> None:
     """Print the time of an exact search, and the size of the store."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(QUERIES, DIM, generator=generator)
-    with tempfile.TemporaryDirectory() as folder:
-        store = sw.ProjectedStore(folder, DIM)
+    with tempfile.TemporaryDirectory() as directory:
+        store = sw.attribution.ProjectedStore(directory, DIM)
         for _ in range(10):
             store.add(torch.randn(STORED // 10, DIM, generator=generator))
         store.search(queries[:1], damping=0.1)  # keeps X^T X beside the rows
@@ -60,7 +62,7 @@ def search() -> None:
             start = time.perf_counter()
             store.search(queries, k=10, **options)
             print(f"top 10 of {QUERIES} queries in {STORED} rows, {name:6}: {time.perf_counter() - start:.2f} s")
-        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
         print(f"store of {STORED} rows with {DIM} numbers: {size / 1e6:.1f} MB")
 
 

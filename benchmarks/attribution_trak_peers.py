@@ -42,7 +42,7 @@ def projection_matrix(model: nn.Module, dim: int, seed: int) -> Tensor:
     return torch.cat(parts).float() / dim**0.5
 
 
-def of_traker(folder: Path, models: list[nn.Module], train, queries, dim: int, damping: float) -> Tensor:
+def of_traker(directory: Path, models: list[nn.Module], train, queries, dim: int, damping: float) -> Tensor:
     """Scores (queries, training samples) of traker with the projections of samplewise."""
     from trak import TRAKer
     from trak.projectors import AbstractProjector
@@ -69,7 +69,7 @@ def of_traker(folder: Path, models: list[nn.Module], train, queries, dim: int, d
         model=models[0],
         task="image_classification",
         train_set_size=len(train[1]),
-        save_dir=str(folder),
+        save_dir=str(directory),
         device="cpu",
         projector=Ours(),
         proj_dim=dim,
@@ -90,11 +90,11 @@ def of_traker(folder: Path, models: list[nn.Module], train, queries, dim: int, d
     return scores
 
 
-def compare(folder: Path, models: int, damping: float, dim: int, train: int, queries: int) -> float:
+def compare(directory: Path, models: int, damping: float, dim: int, train: int, queries: int) -> float:
     """Largest difference of the scores of both libraries, relative to the largest score."""
     nets, of_train, of_queries = make_task(models, train, queries)
-    theirs = of_traker(folder, nets, of_train, of_queries, dim, damping)
-    ours = sw.trak(nets, sw.margin, [of_train], [of_queries], dim, damping=damping)
+    theirs = of_traker(directory, nets, of_train, of_queries, dim, damping)
+    ours = sw.trak(nets, sw.attribution.margin, [of_train], [of_queries], dim, damping=damping)
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
@@ -103,8 +103,8 @@ def main() -> None:
     print(f"{'models':>6}  {'damping':>7}  {'dim':>4}  difference  seconds")
     for models, damping, dim in ((1, 0.0, 64), (1, 0.1, 64), (3, 0.1, 64), (3, 0.0, 128), (3, 0.1, 256)):
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            difference = compare(Path(folder), models, damping, dim, train=1000, queries=50)
+        with tempfile.TemporaryDirectory() as directory:
+            difference = compare(Path(directory), models, damping, dim, train=1000, queries=50)
         seconds = time.perf_counter() - start
         print(f"{models:6}  {damping:7}  {dim:4}  {difference:10.1e}  {seconds:.1f}")
 

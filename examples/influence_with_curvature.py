@@ -65,8 +65,8 @@ def main():
     curvature = sw.ekfac(model, loss_fn, train)
     print(f"{curvature}\n")
     methods = {
-        "EK-FAC": sw.influence(model, loss_fn, train, query, curvature=curvature)[:, 0],
-        "dot product": sw.influence(model, loss_fn, train, query)[:, 0],
+        "EK-FAC": sw.influence(model, loss_fn, train, query, curvature=curvature)[0],
+        "dot product": sw.influence(model, loss_fn, train, query)[0],
     }
     for name, scores in methods.items():
         first = scores.argsort(descending=True)[:WRONG]

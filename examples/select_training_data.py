@@ -57,9 +57,9 @@ def run(seed):
 
     model, optimizer = train(x[:CHOSEN], y[:CHOSEN], epochs=5)
     with tempfile.TemporaryDirectory() as directory:
-        store = sw.ProjectedStore(directory, dim=256)
-        store.fill(model, loss_fn, list(zip(x.split(500), y.split(500), strict=True)), adam=optimizer)
-        chosen = sw.select(store, store.project(model, loss_fn, [target]), CHOSEN)
+        store = sw.attribution.ProjectedStore(directory, dim=256)
+        store.fill(model, loss_fn, list(zip(x.split(500), y.split(500), strict=True)), second_moments=optimizer)
+        chosen = sw.attribution.select(store, store.project(model, loss_fn, [target]), CHOSEN)
 
     drawn = torch.randperm(POOL)[:CHOSEN]
     results = [accuracy(train(x[part], y[part], epochs=30)[0], *test) for part in (chosen, drawn)]

@@ -67,7 +67,7 @@ def test_results_are_on_the_device(name):
 
 def test_store_of_projections(tmp_path):
     def search(device):
-        store = sw.ProjectedStore(tmp_path / device, dim=16)
+        store = sw.attribution.ProjectedStore(tmp_path / device, dim=16)
         store.fill(network(device), losses, batches(device))
         return [t.cpu() for t in store.search(gradients(device), k=3)]
 

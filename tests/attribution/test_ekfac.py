@@ -36,7 +36,7 @@ def factors_of(model, module, x, y, loss_fn):
     return torch.cat([a, ones], 2), g
 
 
-def explicit_inverse(model, modules, x, y, damping, loss_fn=loss_fn):
+def explicit_inverse(model, modules, x, y, damping=0.1, loss_fn=loss_fn):
     """Matrix over all parameters: a block (weight and bias) for each of the modules, which have all the parameters."""
     inverses = []
     for module in modules:
@@ -47,10 +47,15 @@ def explicit_inverse(model, modules, x, y, damping, loss_fn=loss_fn):
         basis = torch.kron(left, right)  # columns are outer products, flattened
         matrices = torch.einsum("nto,nti->noi", g, a).flatten(1)
         values = (matrices @ basis).square().mean(0)
-        added = 0.1 * values.mean() if damping is None else damping
-        inverse = basis @ torch.diag(1 / (values + added)) @ basis.T
+        inverse = basis @ torch.diag(1 / (values + damping * values.mean())) @ basis.T
         inverses.append(_weight_before_bias(inverse, g.shape[2], a.shape[2]))
     return torch.block_diag(*inverses)
+
+
+def damped(rotated, damping):
+    """Eigenvalues of a block, plus a multiple of their mean, from gradients in its eigenbasis."""
+    values = rotated.square().mean(0)
+    return values + damping * values.mean()
 
 
 def _weight_before_bias(matrix, outputs, inputs):
@@ -60,26 +65,26 @@ def _weight_before_bias(matrix, outputs, inputs):
     return matrix[order][:, order]
 
 
-@pytest.mark.parametrize("damping", [None, 0.02])
+@pytest.mark.parametrize("damping", [None, 0.3])
 @pytest.mark.parametrize("size", [30, 29, 7])
 def test_linear_layers(damping, size):
     model, x, y = make(n=30)
     query = (x[:4] + 0.2, y[:4])
-    inverse = explicit_inverse(model, [model[0], model[2]], x, y, damping)
+    inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.1 if damping is None else damping)
     curvature = sw.ekfac(model, loss_fn, batches(x, y, size), labels="data")
     assert repr(curvature) == "EKFAC(2 by Kronecker factors: 0.weight, 2.weight)"
     assert not any(block.eigenvalues.requires_grad for block in curvature.blocks)
     found = sw.influence(model, loss_fn, batches(x, y, 11), [query], curvature=curvature, damping=damping)
-    torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, rows(model, *query) @ inverse @ rows(model, x, y).T, rtol=1e-9, atol=1e-9)
 
 
 def test_cosine_and_layers():
     model, x, y = make(n=30)
     query = (x[:4] + 0.2, y[:4])
-    inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.1)
-    mine, theirs = rows(model, x, y), rows(model, *query)
+    inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.3)
+    theirs, mine = rows(model, x, y), rows(model, *query)
     curvature = sw.ekfac(model, loss_fn, batches(x, y, 8), labels="data")
-    options = dict(curvature=curvature, damping=0.1)
+    options = dict(curvature=curvature, damping=0.3)
     lengths = [(each @ inverse * each).sum(1).sqrt() for each in (mine, theirs)]
     wanted = mine @ inverse @ theirs.T / torch.outer(*lengths)
     found = sw.influence(model, loss_fn, batches(x, y, 11), [query], cosine=True, **options)
@@ -100,7 +105,7 @@ def test_single_samples_and_parameters_that_are_not_reached():
     assert "1 by the diagonal: unused" in repr(curvature)
     found = sw.influence(model, loss_fn, batches(x, y, 1), [query], curvature=curvature, damping=0.1)
     del model._parameters["unused"]
-    torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, rows(model, *query) @ inverse @ rows(model, x, y).T, rtol=1e-9, atol=1e-9)
 
 
 class Gated(nn.Module):
@@ -151,8 +156,8 @@ def test_tokens_are_summed_and_padding_does_not_count():
     model = Tagger().double()
     x, y = noise(20, 5, 4).double(), torch.arange(100).view(20, 5) % 3
     query = (x[:3] + 0.1, y[:3])
-    inverse = explicit_inverse(model, [model.first, model.second], x, y, None, token_losses)
-    wanted = rows(model, x, y, token_losses) @ inverse @ rows(model, *query, token_losses).T
+    inverse = explicit_inverse(model, [model.first, model.second], x, y, loss_fn=token_losses)
+    wanted = rows(model, *query, token_losses) @ inverse @ rows(model, x, y, token_losses).T
     curvature = sw.ekfac(model, token_losses, batches(x, y, 6), labels="data")
     found = sw.influence(model, token_losses, [(x, y)], [query], curvature=curvature)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
@@ -183,8 +188,8 @@ def test_convolution_equals_the_linear_layer_of_its_patches():
 
     same = ByPatches().double()
     torch.testing.assert_close(same(x), net(x))
-    inverse = explicit_inverse(same, [same.kernel, same.head], x, y, None)
-    wanted = rows(net, x, y) @ inverse @ rows(net, x[:5], y[:5]).T
+    inverse = explicit_inverse(same, [same.kernel, same.head], x, y)
+    wanted = rows(net, x[:5], y[:5]) @ inverse @ rows(net, x, y).T
     found = sw.influence(net, loss_fn, [(x, y)], [(x[:5], y[:5])], curvature=curvature)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
@@ -198,7 +203,7 @@ def test_other_parameters_have_the_diagonal():
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     solved = curvature.solve(gradients, 0.1)
     for name in ("1.weight", "1.bias"):
-        torch.testing.assert_close(solved[name], gradients[name] / (gradients[name].square().mean(0) + 0.1))
+        torch.testing.assert_close(solved[name], gradients[name] / damped(gradients[name], 0.1))
 
 
 def test_embeddings_have_one_factor():
@@ -212,7 +217,7 @@ def test_embeddings_have_one_factor():
     of_outputs = torch.stack([g for i in range(30) for g in _gradients_of_lookups(model, x[i], y[i])])
     basis = torch.linalg.eigh(of_outputs.T @ of_outputs)[1]
     rotated = gradients["0.weight"] @ basis
-    wanted = (rotated / (rotated.square().mean(0) + 0.1)) @ basis.T
+    wanted = (rotated / damped(rotated, 0.1)) @ basis.T
     torch.testing.assert_close(curvature.solve(gradients, 0.1)["0.weight"], wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -231,7 +236,7 @@ def test_sides_with_too_many_dims_have_no_factor(monkeypatch):
     _, g = factors_of(model, model[2], x, y, loss_fn)
     basis = torch.linalg.eigh(torch.einsum("nto,ntp->op", g, g))[1]
     rotated = basis.T @ torch.cat([gradients["2.weight"], gradients["2.bias"][:, :, None]], 2)
-    wanted = basis @ (rotated / (rotated.square().mean(0) + 0.1))
+    wanted = basis @ (rotated / damped(rotated, 0.1))
     solved = curvature.solve(gradients, 0.1)
     torch.testing.assert_close(solved["2.weight"], wanted[:, :, :-1], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(solved["2.bias"], wanted[:, :, -1], rtol=1e-9, atol=1e-9)
@@ -286,7 +291,7 @@ def test_scores_equal_those_of_solved_rows(name):
     found = sw.influence(model, loss_fn, batches(x, y, 5), [(x[:3], y[:3])], curvature=curvature)
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     solved = curvature.solve({name: each[:3] for name, each in gradients.items()})
-    wanted = sum(each.flatten(1) @ solved[name].flatten(1).T for name, each in gradients.items())
+    wanted = sum(solved[name].flatten(1) @ each.flatten(1).T for name, each in gradients.items())
     torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
 
@@ -353,6 +358,7 @@ def test_sampled_labels_do_not_depend_on_batches_or_global_random_state():
     torch.manual_seed(6)
     assert torch.equal(scores(), first)
     torch.testing.assert_close(scores(microbatch=5), first)
+    torch.testing.assert_close(scores(microbatch=sw.auto(memory=800)), first)
     assert not torch.allclose(scores(seed=1), first)
     assert not torch.allclose(scores(labels="data"), first)
 
@@ -530,8 +536,20 @@ def test_zero_curvature_needs_damping():
     curvature = sw.ekfac(model, loss_fn, [(x, y)])
     query = [(x[:2] + 1, y[:2])]
     sw.influence(model, loss_fn, [(x, y)], query, curvature=curvature)
-    with pytest.raises(ValueError, match=r"damping must be above 0 for 0.weight and 0.bias, whose curvature is zero"):
+    with pytest.raises(ValueError, match=r"damping must be above 0 for 0.weight and 0.bias, .*; found 0. Pass a mult"):
         sw.influence(model, loss_fn, [(x, y)], query, curvature=curvature, damping=0)
+
+
+def test_parameters_without_curvature_need_samples_that_depend_on_them():
+    model, x, y = make()
+
+    def first_layer_unused(model, batch):
+        return loss_fn(model, (torch.zeros_like(batch[0]), batch[1]))
+
+    model[0].bias = None
+    curvature = sw.ekfac(model, first_layer_unused, [(x, y)])
+    with pytest.raises(ValueError, match=r"curvature of 0.weight must not be zero .*; found zero in all directions"):
+        sw.influence(model, loss_fn, [(x, y)], [(x, y)], curvature=curvature)
 
 
 def test_bad_loaders():

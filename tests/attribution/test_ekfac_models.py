@@ -108,7 +108,7 @@ def explicit_solution(model, name, batch, rows, damping):
     left = torch.linalg.eigh(torch.einsum("nto,ntp->op", g, g))[1]
     right = torch.linalg.eigh(torch.einsum("nti,ntj->ij", a, a))[1]
     rotated = left.T @ matrices @ right
-    solved = left @ (rotated / (rotated.square().mean(0) + damping)) @ right.T
+    solved = left @ (rotated / ((values := rotated.square().mean(0)) + damping * values.mean())) @ right.T
     weight = solved[:, :, :-1] if bias is not None else solved
     found = {f"{name}.weight": weight.transpose(1, 2) if is_transposed else weight}
     return found | ({f"{name}.bias": solved[:, :, -1]} if bias is not None else {})
@@ -142,7 +142,7 @@ def test_labels_are_sampled_and_queries_scored(case):
     scores = sw.influence(model, ModelLoss(), [batch], [some(batch, 0, 3)], curvature=curvature)
     rows = rows_of(model, batch)
     solved = curvature.solve({name: each[:3] for name, each in rows.items()})
-    wanted = sum(rows[name].flatten(1) @ solved[name].flatten(1).T for name in rows)
+    wanted = sum(solved[name].flatten(1) @ rows[name].flatten(1).T for name in rows)
     torch.testing.assert_close(scores, wanted, rtol=1e-8, atol=1e-9)
 
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,13 +63,13 @@ class Words(Dataset):
 
 
 def test_subsets():
-    found = subsets(11, 4, share=0.3, seed=5)
+    found = subsets(11, 4, fraction=0.3, seed=5)
     assert found.shape == (4, 3) and found.dtype == torch.int64
     assert all(len(row.unique()) == 3 and row.max() < 11 and (row.diff() > 0).all() for row in found)
-    assert torch.equal(found, subsets(11, 4, share=0.3, seed=5))
-    assert not torch.equal(found, subsets(11, 4, share=0.3, seed=6))
-    with pytest.raises(ValueError, match="share must be between 0 and 1"):
-        subsets(10, 3, share=1.0)
+    assert torch.equal(found, subsets(11, 4, fraction=0.3, seed=5))
+    assert not torch.equal(found, subsets(11, 4, fraction=0.3, seed=6))
+    with pytest.raises(ValueError, match="fraction must be between 0 and 1"):
+        subsets(10, 3, fraction=1.0)
     with pytest.raises(ValueError, match="count must be an integer, 1 or more; found 0"):
         subsets(10, 0)
 
@@ -102,7 +104,7 @@ def test_lds():
     assert 0.02 < found.standard_error < 0.2
     assert found.ceiling is None and found.subsets == 12
     assert abs(found.baselines["random"].mean) < 0.4
-    torch.testing.assert_close(lds(scores.T, list(sets), outcomes).per_query, wanted)  # as sw.influence returns them
+    torch.testing.assert_close(lds(scores, list(sets), outcomes).per_query, wanted)
 
 
 def test_the_standard_error_is_the_spread_over_new_subsets_and_queries():
@@ -136,18 +138,56 @@ def test_lds_is_printed_beside_baselines_and_saved(tmp_path):
     scores, sets, outcomes = torch.randn(4, 10), subsets(10, 5), torch.randn(2, 5, 4)
     found = lds(scores, sets, outcomes, baselines={"loss": torch.rand(4, 10)})
     assert "ceiling" in str(found) and "random" in str(found) and "loss" in str(found)
+    assert re.fullmatch(r"LDS\(-?0.\d{3} ± 0.\d{3}, 5 subsets and 4 queries, ceiling 0.\d{3}\)", repr(found))
     found.save(tmp_path / "lds.json")
     saved = json.loads((tmp_path / "lds.json").read_text())
     assert saved["mean"] == found.mean and saved["ceiling"] == found.ceiling
     assert saved["baselines"] == {name: each.mean for name, each in found.baselines.items()}
 
 
+class DataFrame:
+    """What the library calls of pandas.DataFrame."""
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def rename_axis(self, index):
+        self.index_name = index
+        return self
+
+
+def test_tables_of_pandas(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=DataFrame))
+    loss = torch.rand(4, 10)
+    found = lds(torch.randn(4, 10), subsets(10, 5), torch.randn(5, 4), baselines={"loss": loss})
+    table = found.to_pandas()
+    assert table.index_name == "query" and list(table.columns) == ["these scores", "random", "loss"]
+    assert table.columns["these scores"] == found.per_query.tolist()
+    assert table.columns["loss"] == found.baselines["loss"].per_query.tolist()
+    per_query = {"these scores": torch.tensor([1.0, 2.0]), "random": torch.tensor([0.5, 0.0])}
+    errors = {"these scores": 0.5, "random": 0.25}
+    removed = evaluate.Removal(3, {"these scores": 1.5, "random": 0.25}, errors, per_query)
+    assert removed.to_pandas().columns == {"these scores": [1.0, 2.0], "random": [0.5, 0.0]}
+    assert repr(removed) == "Removal(k=3, 2 queries, decrease: these scores 1.500 ± 0.500, random 0.250 ± 0.250)"
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="to_pandas needs pandas: pip install pandas"):
+        found.to_pandas()
+
+
 def test_bad_arguments_of_lds():
     sets, outcomes = subsets(10, 5), torch.randn(5, 4)
-    with pytest.raises(ValueError, match=r"shape \(queries, n\) with 4 queries; found \(3, 10\)"):
-        lds(torch.randn(3, 10), sets, outcomes)
-    with pytest.raises(ValueError, match=r"indices of the 6 training samples that have scores; found \d to \d"):
-        lds(torch.randn(4, 6), sets, outcomes)
+    shape = r"must have shape \(queries, training samples\) = \(4, 10"
+    for wrong in ((3, 10), (4, 6), (4,), (4, 10, 1)):
+        with pytest.raises(ValueError, match=rf"scores {shape} or more\); found {re.escape(str(wrong))}\.$"):
+            lds(torch.randn(wrong), sets, outcomes)
+    with pytest.raises(ValueError, match=rf"scores {shape} or more\); found \(10, 4\). Transpose them: scores.T"):
+        lds(torch.randn(10, 4), sets, outcomes)
+    with pytest.raises(ValueError, match=rf"scores {shape} or more\); found list"):
+        lds([1.0], sets, outcomes)
+    with pytest.raises(ValueError, match=rf"baselines\['loss'\] {shape}\); found \(10, 4\). Transpose them: base"):
+        lds(torch.randn(4, 10), sets, outcomes, baselines={"loss": torch.randn(10, 4)})
+    with pytest.raises(ValueError, match=r"indices of the 10 training samples that have scores; found -1 to 3"):
+        lds(torch.randn(4, 10), [torch.tensor([-1, 3])] * 5, outcomes)
     with pytest.raises(ValueError, match="a row for each of the 5 subsets; found 6"):
         lds(torch.randn(4, 10), sets, torch.randn(6, 4))
     with pytest.raises(ValueError, match="outcomes must be finite"):
@@ -401,6 +441,7 @@ def test_removal(tmp_path):
     assert found.decrease["these scores"] > found.decrease["random"] + 1
     assert found.decrease["these scores"] > found.decrease["other classes"] + 1
     assert "removed by" in str(found) and found.per_query["random"].shape == (6,)
+    assert repr(found).startswith(f"Removal(k={count}, 6 queries, decrease: these scores ")
     whole = retrain(make_step, training, [torch.arange(60)], asked, tmp_path / "w", **options)[0]
     kept = [row.argsort(descending=True, stable=True)[count:].sort().values for row in same_class]
     without = retrain(make_step, training, kept, asked, tmp_path / "x", **options)
@@ -412,10 +453,16 @@ def test_bad_arguments_of_removal(tmp_path):
         ValueError, match="k must be an integer from 1 to 39, fewer than the training samples; found 40"
     ):
         removal(torch.rand(6, 40), 40, make_step, data(), queries(), tmp_path, epochs=1)
-    with pytest.raises(ValueError, match=r"shape \(queries, n\) with n = 40; found \(6, 30\)"):
-        removal(torch.rand(6, 30), 3, make_step, data(), queries(), tmp_path, epochs=1)
-    with pytest.raises(ValueError, match="a row for each of the 6 queries; found 5"):
-        removal(torch.rand(5, 40), 3, make_step, data(), queries(), tmp_path, epochs=1)
+    shape = r"must have shape \(queries, training samples\) = \(6, 40\)"
+    for wrong in ((6, 30), (5, 40)):
+        with pytest.raises(ValueError, match=rf"scores {shape}; found {re.escape(str(wrong))}\.$"):
+            removal(torch.rand(wrong), 3, make_step, data(), queries(), tmp_path, epochs=1)
+    with pytest.raises(ValueError, match=rf"scores {shape}; found \(40, 6\). Transpose them: scores.T"):
+        removal(torch.rand(40, 6), 3, make_step, data(), queries(), tmp_path, epochs=1)
+    named = {"loss": torch.rand(40, 6)}
+    with pytest.raises(ValueError, match=rf"baselines\['loss'\] {shape}; found \(40, 6\). Transpose them"):
+        removal(torch.rand(6, 40), 3, make_step, data(), queries(), tmp_path, baselines=named, epochs=1)
+    assert not list(tmp_path.iterdir())  # nothing was trained
 
 
 def test_baselines():

@@ -45,29 +45,38 @@ def logistic_regression(n=40, seed=0):
 @pytest.mark.parametrize("make_model", [logistic_regression, make])
 def test_matrix(make_model):
     model, x, y = make_model(n=20)
-    found = sw.hessian(model, loss_fn, batches(x, y, 7))
+    found = sw.attribution.hessian(model, loss_fn, batches(x, y, 7))
     torch.testing.assert_close(found.matrix, explicit_hessian(model, x, y), rtol=1e-10, atol=1e-12)
-    assert repr(found) == f"Hessian({sum(p.numel() for p in model.parameters())} parameters)"
+    names = ", ".join(name for name, _ in model.named_parameters())
+    assert repr(found) == f"Hessian({sum(p.numel() for p in model.parameters())} parameters in {names})"
 
 
 def test_rows_in_several_chunks(monkeypatch):
     monkeypatch.setattr(import_module("samplewise.attribution.hessian"), "ELEMENTS", 60)
     model, x, y = make(n=20)
-    found = sw.hessian(model, nn.CrossEntropyLoss(), batches(x, y, 7))
+    found = sw.attribution.hessian(model, nn.CrossEntropyLoss(), batches(x, y, 7))
     torch.testing.assert_close(found.matrix, explicit_hessian(model, x, y), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("damping", [None, 0.01])
-def test_influence_equals_the_formula(damping):
-    model, x, y = logistic_regression()
+@pytest.mark.parametrize("damping", [None, 0.01, 1.0])
+@pytest.mark.parametrize("make_model", [logistic_regression, make])
+def test_influence_equals_the_formula(make_model, damping):
+    """Damping is a multiple of the mean absolute eigenvalue: that of the trace, unless there are negative ones."""
+    model, x, y = make_model(n=40)
     query = (x[:6] + 0.5, y[:6])
     matrix = explicit_hessian(model, x, y)
-    added = matrix.trace() / len(matrix) if damping is None else damping
-    inverse = torch.linalg.inv(matrix + added * torch.eye(len(matrix)))
-    found = sw.influence(
-        model, loss_fn, batches(x, y, 16), [query], curvature=hessian(model, loss_fn, [(x, y)]), damping=damping
-    )
-    torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-6, atol=1e-9)
+    values = torch.linalg.eigvalsh(matrix)
+    curvature = hessian(model, loss_fn, [(x, y)])
+    mean = values.abs().mean()
+    assert curvature.mean_eigenvalue == pytest.approx(mean.item(), rel=1e-9)
+    if make_model is logistic_regression:
+        assert curvature.mean_eigenvalue == pytest.approx((matrix.trace() / len(matrix)).item(), rel=1e-9)
+    else:
+        assert values[0] < -0.1 * mean
+        damping = (damping or 0.1) - values[0].item() / mean.item()  # more than the smallest one needs
+    inverse = torch.linalg.inv(matrix + (0.1 if damping is None else damping) * mean * torch.eye(len(matrix)).double())
+    found = sw.influence(model, loss_fn, batches(x, y, 16), [query], curvature=curvature, damping=damping)
+    torch.testing.assert_close(found, rows(model, *query) @ inverse @ rows(model, x, y).T, rtol=1e-6, atol=1e-9)
 
 
 def trained_to_convergence(model, x, y, n):
@@ -84,14 +93,14 @@ def trained_to_convergence(model, x, y, n):
 
 
 def test_influence_predicts_training_without_a_sample():
-    """The ridge penalty is the damping. Leaving sample i out raises the loss of a query by influence / n."""
+    """The ridge penalty is what the damping adds. Leaving sample i out raises the loss of a query by influence / n."""
     model, x, y = logistic_regression(n=400)
     query = (x[:20] + 0.1, y[:20])
     trained_to_convergence(model, x, y, len(x))
     before = loss_fn(model, query).detach()
-    found = sw.influence(
-        model, loss_fn, [(x, y)], [query], curvature=sw.hessian(model, loss_fn, [(x, y)]), damping=RIDGE
-    )
+    curvature = hessian(model, loss_fn, [(x, y)])
+    damping = RIDGE / curvature.mean_eigenvalue
+    found = sw.influence(model, loss_fn, [(x, y)], [query], curvature=curvature, damping=damping).T
     strongest = found.norm(dim=1).topk(40).indices[::10]
     changes = []
     for i in strongest:
@@ -107,35 +116,40 @@ def test_influence_predicts_training_without_a_sample():
 
 def test_indefinite_hessians_need_damping():
     model, x, y = make()
-    curvature = sw.hessian(model, loss_fn, [(x, y)])
+    curvature = sw.attribution.hessian(model, loss_fn, [(x, y)])
     smallest = torch.linalg.eigvalsh(curvature.matrix)[0].item()
     assert smallest < 0
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    needed = -smallest / curvature.mean_eigenvalue
     with pytest.raises(
-        ValueError, match=rf"found the smallest eigenvalue {smallest:.3g} with damping 0. Pass a damping"
+        ValueError,
+        match=rf"a smallest eigenvalue of {-needed:.3g} times their mean absolute value, with damping 0. "
+        rf"Pass a damping above {needed:.3g}, or train",
     ):
         curvature.solve(gradients, 0)
-    curvature.solve(gradients, -smallest + 0.01)
+    curvature.solve(gradients, needed + 0.01)
 
 
 def test_a_singular_hessian_needs_damping():
     model, x, y = logistic_regression()
-    with pytest.raises(ValueError, match="the Hessian plus damping must be positive definite; found the smallest"):
-        sw.hessian(model, loss_fn, [(x, y)]).solve(sw.gradients(loss_fn(model, (x, y)), model).full(), 0)
+    with pytest.raises(ValueError, match="the Hessian plus damping must be positive definite; found a smallest"):
+        sw.attribution.hessian(model, loss_fn, [(x, y)]).solve(sw.gradients(loss_fn(model, (x, y)), model).full(), 0)
 
 
 def test_losses_linear_in_the_parameters_have_a_zero_hessian():
     model = nn.Linear(3, 1).double()
     x = noise(4, 3).double()
-    found = sw.hessian(model, lambda model, x: model(x)[:, 0], [x])
+    found = sw.attribution.hessian(model, lambda model, x: model(x)[:, 0], [x])
     assert not found.matrix.any()
+    with pytest.raises(ValueError, match="the Hessian must not be zero; found zeros only: the losses are linear"):
+        found.solve(sw.gradients(model(x)[:, 0], model).full())
 
 
 def test_frozen_and_unused_parameters():
     model, x, y = make()
     model[0].bias.requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.zeros(2).double()))
-    found = sw.hessian(model, loss_fn, [(x, y)])
+    found = sw.attribution.hessian(model, loss_fn, [(x, y)])
     assert list(found.shapes) == ["unused", "0.weight", "2.weight", "2.bias"]
     assert not found.matrix[:2].any() and found.matrix[2:].any()
 
@@ -143,9 +157,9 @@ def test_frozen_and_unused_parameters():
 def test_too_many_parameters():
     model = nn.Linear(200, 101)
     with pytest.raises(sw.ParameterError, match=r"1 to 20,000 trainable parameters, .* found 20,301. Use sw.ekfac"):
-        sw.hessian(model, F.cross_entropy, [])
+        sw.attribution.hessian(model, F.cross_entropy, [])
     with pytest.raises(ValueError, match="the loader must yield at least one batch; found none"):
-        sw.hessian(nn.Linear(2, 2), nn.CrossEntropyLoss(), [])
+        sw.attribution.hessian(nn.Linear(2, 2), nn.CrossEntropyLoss(), [])
 
 
 def test_refuses_another_model():

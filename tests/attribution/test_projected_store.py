@@ -18,7 +18,7 @@ HALF = 2**-10  # of the largest entry of a row: twice the rounding error of floa
 
 def filled(path, n=20, dim=16, size=6):
     model, x, y = make(n=n)
-    store = sw.ProjectedStore(path, dim)
+    store = sw.attribution.ProjectedStore(path, dim)
     store.fill(model, loss_fn, batches(x, y, size))
     return store, model, x, y, sw.gradients(loss_fn(model, (x, y)), model).project(dim).float()
 
@@ -34,7 +34,7 @@ def test_stored_rows(tmp_path):
     assert_close(store.rows(), wanted)
     assert_close(store.rows(3, 5), wanted[3:5])
     assert store.rows(5, 5).shape == (0, 16)
-    again = sw.ProjectedStore(tmp_path / "store", 16)
+    again = sw.attribution.ProjectedStore(tmp_path / "store", 16)
     assert torch.equal(again.rows(), store.rows())
     assert (tmp_path / "store" / "model-0000" / "rows.f16").stat().st_size == 20 * 16 * 2
 
@@ -42,13 +42,13 @@ def test_stored_rows(tmp_path):
 @pytest.mark.parametrize("length", [1e-30, 1.0, 1e30])
 def test_norms_beyond_the_range_of_float16(tmp_path, length):
     rows = torch.randn(4, 8) * length
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     store.add(rows)
     assert_close(store.rows(), rows)
 
 
 def test_a_row_of_zeros(tmp_path):
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     store.add(torch.zeros(2, 8))
     assert not store.rows().any()
 
@@ -58,7 +58,7 @@ def test_search_is_exact(tmp_path, chunk):
     store, model, x, y, _ = filled(tmp_path)
     queries = sw.gradients(loss_fn(model, (x[:3] + 0.1, y[:3])), model)
     products = queries.project(16).float() @ store.rows().T
-    values, places = store.search(queries, k=5, chunk=chunk)
+    values, places = store.search(queries, k=5, chunk_size=chunk)
     wanted = products.topk(5)
     torch.testing.assert_close(values, wanted.values)
     assert torch.equal(places, wanted.indices)
@@ -66,21 +66,21 @@ def test_search_is_exact(tmp_path, chunk):
 
 
 def test_the_earlier_of_equal_products_comes_first(tmp_path):
-    store = sw.ProjectedStore(tmp_path, 2)
+    store = sw.attribution.ProjectedStore(tmp_path, 2)
     store.add(torch.tensor([[1.0, 0.0]]).expand(9, 2))
-    assert store.search(torch.ones(1, 2), k=4, chunk=2)[1].tolist() == [[0, 1, 2, 3]]
+    assert store.search(torch.ones(1, 2), k=4, chunk_size=2)[1].tolist() == [[0, 1, 2, 3]]
 
 
 def test_an_empty_store_finds_nothing(tmp_path):
-    store = sw.ProjectedStore(tmp_path, 4)
+    store = sw.attribution.ProjectedStore(tmp_path, 4)
     assert store.rows().shape == (0, 4)
     assert store.search(torch.ones(2, 4))[0].shape == (2, 0)
 
 
 def test_appending(tmp_path):
     store, model, x, y, wanted = filled(tmp_path)
-    sw.ProjectedStore(tmp_path, 16).add(sw.gradients(loss_fn(model, (x[:2], y[:2])), model))
-    assert_close(sw.ProjectedStore(tmp_path, 16).rows(), torch.cat([wanted, wanted[:2]]))
+    sw.attribution.ProjectedStore(tmp_path, 16).add(sw.gradients(loss_fn(model, (x[:2], y[:2])), model))
+    assert_close(sw.attribution.ProjectedStore(tmp_path, 16).rows(), torch.cat([wanted, wanted[:2]]))
     assert len(store) == 20  # the store that was opened first
 
 
@@ -92,7 +92,7 @@ class Interrupted(Exception):
 def test_an_interrupted_fill_can_be_continued(tmp_path, taken):
     """The missing samples are added, also with another batch size."""
     model, x, y = make(n=20)
-    store = sw.ProjectedStore(tmp_path, 16)
+    store = sw.attribution.ProjectedStore(tmp_path, 16)
     if taken:
         store.fill(model, loss_fn, [(x[:taken], y[:taken])])
     seen = []
@@ -101,7 +101,7 @@ def test_an_interrupted_fill_can_be_continued(tmp_path, taken):
         seen.append(len(batch[0]))
         return loss_fn(model, batch)
 
-    again = sw.ProjectedStore(tmp_path, 16)
+    again = sw.attribution.ProjectedStore(tmp_path, 16)
     again.fill(model, counting, batches(x, y, 6))
     assert sum(seen) == 20 - taken + (taken > 0)  # the first sample is computed again, and compared
     assert_close(again.rows(), sw.gradients(loss_fn(model, (x, y)), model).project(16).float())
@@ -126,10 +126,10 @@ def test_a_crash_in_the_middle_of_an_append(tmp_path, monkeypatch, point, call):
     with pytest.raises(Interrupted):
         store.add(torch.randn(5, 16))
     monkeypatch.undo()
-    again = sw.ProjectedStore(tmp_path, 16)
+    again = sw.attribution.ProjectedStore(tmp_path, 16)
     assert_close(again.rows(), wanted)
     again.add(wanted[:2])
-    assert_close(sw.ProjectedStore(tmp_path, 16).rows(), torch.cat([wanted, wanted[:2]]))
+    assert_close(sw.attribution.ProjectedStore(tmp_path, 16).rows(), torch.cat([wanted, wanted[:2]]))
     assert (tmp_path / "model-0000" / "rows.f16").stat().st_size == 22 * 16 * 2
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path):
     script = f"""
 import os, torch
 import samplewise as sw
-store = sw.ProjectedStore({str(tmp_path)!r}, 8)
+store = sw.attribution.ProjectedStore({str(tmp_path)!r}, 8)
 for k in range(5):
     store.add(torch.full((3, 8), k + 1.0))
 real = os.replace
@@ -146,7 +146,7 @@ os.replace = lambda *a: os._exit(9)
 store.add(torch.full((3, 8), 99.0))
 """
     assert forks.run([sys.executable, "-c", script], timeout=600).returncode == 9
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     assert store.rows()[:, 0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
 
 
@@ -156,9 +156,9 @@ store.add(torch.full((3, 8), 99.0))
 def test_another_size_or_seed(tmp_path):
     filled(tmp_path)
     with pytest.raises(sw.StoreError, match=r"must have dim=32, as requested; found dim=16. Open it with dim=16"):
-        sw.ProjectedStore(tmp_path, 32)
+        sw.attribution.ProjectedStore(tmp_path, 32)
     with pytest.raises(sw.StoreError, match=r"must have seed=1, as requested; found seed=0. Open it with seed=0"):
-        sw.ProjectedStore(tmp_path, 16, seed=1)
+        sw.attribution.ProjectedStore(tmp_path, 16, seed=1)
 
 
 @pytest.mark.parametrize("name", ["rows.f16", "scales.f32"])
@@ -168,10 +168,10 @@ def test_a_truncated_file(tmp_path, name):
     size = path.stat().st_size
     os.truncate(path, size - 1)
     with pytest.raises(sw.StoreError, match=f"must have {size} bytes for 20 samples; found {size - 1}"):
-        sw.ProjectedStore(tmp_path, 16)
+        sw.attribution.ProjectedStore(tmp_path, 16)
     path.unlink()
     with pytest.raises(sw.StoreError, match=f"must have {size} bytes for 20 samples; found 0"):
-        sw.ProjectedStore(tmp_path, 16)
+        sw.attribution.ProjectedStore(tmp_path, 16)
 
 
 INDEX = '{"count": COUNT, "model": "", "weighted": false, "scaling": "", "layers": LAYERS}'
@@ -185,14 +185,14 @@ def test_an_invalid_index_of_a_model(tmp_path, text):
     filled(tmp_path)
     (tmp_path / "model-0000" / "model.json").write_text(text.replace("LAYERS", "[]"))
     with pytest.raises(sw.StoreError, match=r"model\.json must be a valid index of a store; found other content"):
-        sw.ProjectedStore(tmp_path, 16)
+        sw.attribution.ProjectedStore(tmp_path, 16)
 
 
 @pytest.mark.parametrize("text", [*NO_JSON, '{"format": 2, "dim": "16"}'], ids=lambda text: text[:70])
 def test_an_invalid_index(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(sw.StoreError, match="must be a valid index of a store; found other content"):
-        sw.ProjectedStore(tmp_path, 16)
+        sw.attribution.ProjectedStore(tmp_path, 16)
 
 
 NO_BLOCKS = ['[["a", 8]]', '[["a", 8], ["a", 8]]', '[["a", 16.0]]', '[["a", -1], ["b", 17]]', "[[1, 16]]", "[[[], 16]]"]
@@ -203,7 +203,7 @@ def test_an_index_with_forged_layers(tmp_path, layers):
     filled(tmp_path)
     (tmp_path / "model-0000" / "model.json").write_text(INDEX.replace("COUNT", "1").replace("LAYERS", layers))
     with pytest.raises(sw.StoreError, match=r"model\.json must be a valid index of a store; found other content"):
-        sw.ProjectedStore(tmp_path, 16)
+        sw.attribution.ProjectedStore(tmp_path, 16)
 
 
 def as_file(path):
@@ -254,7 +254,7 @@ def test_a_damaged_store(tmp_path, name):
     store, model, x, y, _ = filled(tmp_path)
     damage(tmp_path / place)
     with pytest.raises(sw.StoreError, match=message):
-        sw.ProjectedStore(tmp_path, 16)
+        sw.attribution.ProjectedStore(tmp_path, 16)
     for write in (lambda: store.add(torch.ones(1, 16)), lambda: store.fill(model, loss_fn, batches(x, y, 6))):
         if name != "no store.json":
             with pytest.raises(sw.StoreError, match=message):
@@ -265,7 +265,7 @@ def test_a_damaged_store(tmp_path, name):
 def test_a_path_that_is_a_file(tmp_path):
     (tmp_path / "store").write_text("x")
     with pytest.raises(sw.StoreError, match=r"must be a directory that can be written to; found: .*store"):
-        sw.ProjectedStore(tmp_path / "store", 4)
+        sw.attribution.ProjectedStore(tmp_path / "store", 4)
 
 
 def test_a_model_whose_process_was_killed_before_its_first_row(tmp_path):
@@ -273,12 +273,12 @@ def test_a_model_whose_process_was_killed_before_its_first_row(tmp_path):
     folder = tmp_path / "model-0001"
     folder.mkdir()
     for name in ("model.json.partial", None):
-        again = sw.ProjectedStore(tmp_path, 16)
+        again = sw.attribution.ProjectedStore(tmp_path, 16)
         assert again.models == 1
         if name is not None:
             (folder / name).write_text("{")
     again.add(wanted, model=1)
-    assert sw.ProjectedStore(tmp_path, 16).models == 2
+    assert sw.attribution.ProjectedStore(tmp_path, 16).models == 2
 
 
 @pytest.mark.parametrize("content", ["nan", "fraction", "directory", "cut off", "more rows"])
@@ -302,32 +302,32 @@ def test_a_damaged_gram_matrix_is_computed_again(tmp_path, content):
 # ----------------------------------------------------------------------------------------------------------- writers
 
 IN_USE = "a store must be used by one writer at a time; found that .* is in use by "
-CHANGED = "samples must be added to the store at .* by one writer; found that another one has changed it since it was "
+CHANGED = "samples must be added to the store in .* by one writer; found that another one has changed it since it was "
 
 
 def test_two_writers_in_turn(tmp_path):
     """Each has opened the store when it was empty: the second one would write over the rows of the first."""
-    stores = [sw.ProjectedStore(tmp_path, 4) for _ in range(2)]
+    stores = [sw.attribution.ProjectedStore(tmp_path, 4) for _ in range(2)]
     stores[0].add(torch.ones(3, 4))
     with pytest.raises(sw.StoreError, match=f"{CHANGED}opened here: it has 3 rows in place of 0. Nothing was added"):
         stores[1].add(torch.zeros(5, 4))
-    assert torch.equal(sw.ProjectedStore(tmp_path, 4).rows(), torch.ones(3, 4))
-    again = sw.ProjectedStore(tmp_path, 4)
+    assert torch.equal(sw.attribution.ProjectedStore(tmp_path, 4).rows(), torch.ones(3, 4))
+    again = sw.attribution.ProjectedStore(tmp_path, 4)
     again.add(torch.zeros(5, 4))
     with pytest.raises(sw.StoreError, match=f"{CHANGED}opened here: it has 8 rows in place of 3"):
         stores[0].add(torch.ones(1, 4))
-    assert len(sw.ProjectedStore(tmp_path, 4)) == 8
+    assert len(sw.attribution.ProjectedStore(tmp_path, 4)) == 8
 
 
 def test_a_second_writer_of_another_model(tmp_path):
-    stores = [sw.ProjectedStore(tmp_path, 4) for _ in range(2)]
+    stores = [sw.attribution.ProjectedStore(tmp_path, 4) for _ in range(2)]
     for store in stores:
         with contextlib.suppress(sw.StoreError):
             store.add(torch.ones(3, 4))
     with pytest.raises(sw.StoreError, match=CHANGED):
         stores[1].add(torch.ones(3, 4), model=0)
     stores[0].add(torch.ones(2, 4), model=1)
-    assert [len(file) for file in sw.ProjectedStore(tmp_path, 4)._files] == [3, 2]
+    assert [len(file) for file in sw.attribution.ProjectedStore(tmp_path, 4)._files] == [3, 2]
 
 
 class During:
@@ -346,8 +346,8 @@ class During:
 @pytest.mark.parametrize("kind", ["add", "fill", "create"])
 def test_a_second_writer_during_fill(tmp_path, kind):
     model, x, y = make(n=20)
-    store = sw.ProjectedStore(tmp_path, 16)
-    other = sw.ProjectedStore(tmp_path, 16)
+    store = sw.attribution.ProjectedStore(tmp_path, 16)
+    other = sw.attribution.ProjectedStore(tmp_path, 16)
     messages = []
 
     def attempt():
@@ -356,7 +356,7 @@ def test_a_second_writer_during_fill(tmp_path, kind):
         write = {
             "add": lambda: other.add(torch.ones(1, 16)),
             "fill": lambda: other.fill(model, loss_fn, batches(x, y, 6)),
-            "create": lambda: sw.ProjectedStore(tmp_path, 16),
+            "create": lambda: sw.attribution.ProjectedStore(tmp_path, 16),
         }[kind]
         with pytest.raises(sw.StoreError, match=IN_USE) as refused:
             write()
@@ -368,23 +368,23 @@ def test_a_second_writer_during_fill(tmp_path, kind):
     assert len(messages) == 1 and f"this process, process {os.getpid()} on host" in messages[0]
     assert messages[0].endswith("Wait until that writer has ended or stop it, or choose another directory.")
     wanted = sw.gradients(loss_fn(model, (x, y)), model).project(16).float()
-    assert_close(sw.ProjectedStore(tmp_path, 16).rows(), wanted)
+    assert_close(sw.attribution.ProjectedStore(tmp_path, 16).rows(), wanted)
     assert other.fill(model, loss_fn, batches(x, y, 6)) == 0 and len(other) == 20  # it reads what was written
     assert not list(tmp_path.glob("*store.lock*"))
 
 
 def test_a_lost_lock_ends_fill_before_it_writes(tmp_path):
     model, x, y = make(n=20)
-    store = sw.ProjectedStore(tmp_path, 16)
+    store = sw.attribution.ProjectedStore(tmp_path, 16)
     data = During(batches(x, y, 6), lambda: (tmp_path / "store.lock").unlink())
     with pytest.raises(sw.StoreError, match=r"a writer must hold the lock of its store .* then open the store again\."):
         store.fill(model, loss_fn, data)
-    assert len(sw.ProjectedStore(tmp_path, 16)) == 0
+    assert len(sw.attribution.ProjectedStore(tmp_path, 16)) == 0
 
 
 def test_processes_that_write_at_once(tmp_path):
     """Every row of a process that reports success is in the store."""
-    sw.ProjectedStore(tmp_path / "store", 4)
+    sw.attribution.ProjectedStore(tmp_path / "store", 4)
     script = """
 import sys, torch
 import samplewise as sw
@@ -392,7 +392,7 @@ number, path = float(sys.argv[1]), sys.argv[2]
 added = 0
 for _ in range(5):
     try:
-        sw.ProjectedStore(path, 4).add(torch.full((2, 4), number))
+        sw.attribution.ProjectedStore(path, 4).add(torch.full((2, 4), number))
         added += 1
     except sw.StoreError as why:
         assert "one writer" in str(why), why
@@ -401,7 +401,7 @@ open(f"{path}-{number:g}", "w").write(str(added))
     commands = [[sys.executable, "-c", script, str(number), str(tmp_path / "store")] for number in (1, 2)]
     processes = [forks.Popen(command) for command in commands]
     assert [process.wait(timeout=600) for process in processes] == [0, 0]
-    rows = sw.ProjectedStore(tmp_path / "store", 4).rows()
+    rows = sw.attribution.ProjectedStore(tmp_path / "store", 4).rows()
     added = {number: int((tmp_path / f"store-{number}").read_text()) for number in (1, 2)}
     assert {number: int((rows[:, 0] == number).sum()) for number in added} == {n: 2 * k for n, k in added.items()}
     assert len(rows) == 2 * sum(added.values()) > 0
@@ -411,14 +411,14 @@ def test_the_lock_of_a_killed_writer_is_no_obstacle(tmp_path):
     script = f"""
 import os, torch
 import samplewise as sw
-store = sw.ProjectedStore({str(tmp_path)!r}, 8)
+store = sw.attribution.ProjectedStore({str(tmp_path)!r}, 8)
 store.add(torch.ones(3, 8))
 store._lock.acquire()
 os._exit(9)
 """
     assert forks.run([sys.executable, "-c", script], timeout=600).returncode == 9
     assert (tmp_path / "store.lock").exists()
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     store.add(torch.ones(1, 8))
     assert len(store) == 4 and not list(tmp_path.glob("*store.lock*"))
 
@@ -429,7 +429,7 @@ def test_another_format(tmp_path):
     for other in (1, 3):
         index.write_text(json.dumps({**json.loads(index.read_text()), "format": other}))
         with pytest.raises(sw.StoreError, match=f"must have format 2; found {other}. Use the version"):
-            sw.ProjectedStore(tmp_path, 16)
+            sw.attribution.ProjectedStore(tmp_path, 16)
 
 
 def test_other_samples_than_those_of_the_store(tmp_path):
@@ -440,9 +440,9 @@ def test_other_samples_than_those_of_the_store(tmp_path):
 
 
 def test_bad_arguments(tmp_path):
-    store = sw.ProjectedStore(tmp_path, 4)
+    store = sw.attribution.ProjectedStore(tmp_path, 4)
     with pytest.raises(ValueError, match="dim must be an integer, 1 or more; found 0"):
-        sw.ProjectedStore(tmp_path, 0)
+        sw.attribution.ProjectedStore(tmp_path, 0)
     with pytest.raises(ValueError, match=r"rows must have the store's shape \(B, 4\); found \(2, 5\)"):
         store.add(torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"queries must have the store's shape \(B, 4\); found \(4,\)"):
@@ -455,7 +455,7 @@ def test_bad_arguments(tmp_path):
         store.search(torch.full((1, 4), torch.nan))
     with pytest.raises(ValueError, match=r"scores must be finite in float32; found .* Scale the queries"):
         store.search(torch.tensor([[1e38, -1e38, 0.0, 0.0]]))
-    for options in ({"k": 0}, {"k": -1}, {"chunk": 0}, {"k": 2.0}):
+    for options in ({"k": 0}, {"k": -1}, {"chunk_size": 0}, {"k": 2.0}):
         (name, found), *_ = options.items()
         with pytest.raises(ValueError, match=f"{name} must be an integer, 1 or more; found {found}"):
             store.search(torch.zeros(1, 4), **options)
@@ -464,6 +464,6 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(TypeError, match=r"rows must be Gradients or a real tensor \(B, 4\); found torch.complex64"):
         store.add(torch.zeros(1, 4, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"seed must be an integer; found 1\.5"):
-        sw.ProjectedStore(tmp_path, 4, seed=1.5)
+        sw.attribution.ProjectedStore(tmp_path, 4, seed=1.5)
     with pytest.raises(ValueError, match="dtype must be one of float16, float32; found 'int8'"):
-        sw.ProjectedStore(tmp_path, 4, dtype="int8")
+        sw.attribution.ProjectedStore(tmp_path, 4, dtype="int8")

@@ -16,7 +16,7 @@ from samplewise.attribution.rows_file import RowsFile
 def random_store(path, n=40, dim=12, models=1, weighted=False, dtype="float32"):
     """Rows and weights in float64, as they are stored."""
     generator = torch.Generator().manual_seed(0)
-    store = sw.ProjectedStore(path, dim, dtype=dtype)
+    store = sw.attribution.ProjectedStore(path, dim, dtype=dtype)
     for model in range(models):
         weights = torch.rand(n, generator=generator) if weighted else None
         store.add(torch.randn(n, dim, generator=generator), weights, model=model)
@@ -51,10 +51,10 @@ def test_scores(tmp_path, models, weighted, cosine, damping):
     options = {"cosine": cosine, "damping": damping}
     close = {"rtol": 1e-4, "atol": 1e-6 * float(wanted.abs().max())}
     torch.testing.assert_close(store.scores(queries, **options), wanted, **close)
-    values, samples = store.search(queries, 3, chunk=7, **options)
+    values, samples = store.search(queries, 3, chunk_size=7, **options)
     torch.testing.assert_close(values, wanted.topk(3).values, **close)
     assert torch.equal(samples, wanted.topk(3).indices)
-    torch.testing.assert_close(store.scores(queries, **options, out=tmp_path / "scores.npy"), wanted, **close)
+    torch.testing.assert_close(store.scores(queries, **options, path=tmp_path / "scores.npy"), wanted, **close)
     vectors = store.query_vectors(queries, **options)
     exported = load(store.export(tmp_path / "rows.npy", **options), 40, models * 12)
     torch.testing.assert_close(vectors @ exported.T, wanted, **close)
@@ -119,20 +119,20 @@ def test_a_crash_while_the_gram_is_written(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         store.scores(queries, damping=0.1)
     monkeypatch.undo()
-    again = sw.ProjectedStore(tmp_path, 12, dtype="float32")
+    again = sw.attribution.ProjectedStore(tmp_path, 12, dtype="float32")
     torch.testing.assert_close(again.scores(queries, damping=0.1), by_formula(again, queries, damping=0.1).float())
     assert wanted.shape == (5, 40) and not list(tmp_path.rglob("*.partial"))
 
 
 def test_rows_of_zeros(tmp_path):
-    store = sw.ProjectedStore(tmp_path, 4)
+    store = sw.attribution.ProjectedStore(tmp_path, 4)
     store.add(torch.cat([torch.zeros(2, 4), torch.eye(4)]))
     scores = store.scores(torch.cat([torch.zeros(1, 4), torch.ones(1, 4)]), cosine=True, damping=0.1)
     assert not scores[0].any() and not scores[:, :2].any() and (scores[1, 2:] > 0).all()
 
 
 def test_rows_beyond_the_range_of_squares(tmp_path):
-    store = sw.ProjectedStore(tmp_path, 2)
+    store = sw.attribution.ProjectedStore(tmp_path, 2)
     store.add(torch.tensor([[1e30, 0.0], [0.0, 1e-30]]))
     torch.testing.assert_close(store.scores(torch.tensor([[1e25, 0.0]]), cosine=True), torch.tensor([[1.0, 0.0]]))
 
@@ -157,7 +157,7 @@ def test_search_equals_that_of_faiss(tmp_path, damping):
 def test_blocks_by_layer(tmp_path):
     """With many dimensions, the scores of a layer are the inner products of its gradients."""
     model, x, y = make(n=6)
-    store = sw.ProjectedStore(tmp_path, 20_001, blocks="layer", dtype="float32")
+    store = sw.attribution.ProjectedStore(tmp_path, 20_001, blocks="layer", dtype="float32")
     store.fill(model, loss_fn, batches(x, y, 4))
     assert store.layers == ["0", "2"]
     queries = store.project(model, loss_fn, [(x[:2], y[:2])])
@@ -175,7 +175,7 @@ def test_blocks_by_layer(tmp_path):
         assert (found - wanted).abs().max() < 0.05 * largest
     total = store.scores(queries)
     torch.testing.assert_close(store.scores(queries, layers=["0"]) + store.scores(queries, layers=["2"]), total)
-    again = sw.ProjectedStore(tmp_path, 20_001, blocks="layer", dtype="float32")
+    again = sw.attribution.ProjectedStore(tmp_path, 20_001, blocks="layer", dtype="float32")
     g = sw.gradients(loss_fn(model, (x[:2], y[:2])), model)
     torch.testing.assert_close(
         again.scores(g, layers=["2"], cosine=True), store.scores(queries, layers=["2"], cosine=True)
@@ -190,7 +190,7 @@ def test_blocks_by_layer(tmp_path):
 
 def test_blocks_by_layer_with_damping(tmp_path):
     model, x, y = make(n=40)
-    store = sw.ProjectedStore(tmp_path, 9, blocks="layer", dtype="float32")
+    store = sw.attribution.ProjectedStore(tmp_path, 9, blocks="layer", dtype="float32")
     store.fill(model, loss_fn, batches(x, y, 9))
     own = store.rows()[:, 5:].double()  # of 9 dims, the first layer has 5
     gram = own.T @ own
@@ -200,18 +200,20 @@ def test_blocks_by_layer_with_damping(tmp_path):
 
 
 def test_refusals_of_blocks(tmp_path):
-    with pytest.raises(ValueError, match="blocks must be 'layer', or '' for none; found 'rows'"):
-        sw.ProjectedStore(tmp_path, 4, blocks="rows")
+    with pytest.raises(ValueError, match="blocks must be 'layer' or None; found 'rows'"):
+        sw.attribution.ProjectedStore(tmp_path, 4, blocks="rows")
     store, queries = random_store(tmp_path / "plain")
     with pytest.raises(ValueError, match="Its layers are none, because the store has no blocks"):
         store.scores(queries, layers=["0"])
     model, x, y = make()
-    small = sw.ProjectedStore(tmp_path / "small", 1, blocks="layer")
+    small = sw.attribution.ProjectedStore(tmp_path / "small", 1, blocks="layer")
     with pytest.raises(ValueError, match="dim must be at least the number of layers, 2, with blocks='layer'; found 1"):
         small.fill(model, loss_fn, [(x, y)])
     assert small.models == 0
-    with pytest.raises(sw.StoreError, match="must have blocks='layer', as requested; found blocks=''"):
-        sw.ProjectedStore(tmp_path / "plain", 12, dtype="float32", blocks="layer")
+    with pytest.raises(
+        sw.StoreError, match=r"must have blocks='layer', as requested; found blocks=None\. Open it with "
+    ):
+        sw.attribution.ProjectedStore(tmp_path / "plain", 12, dtype="float32", blocks="layer")
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ def test_bad_queries(tmp_path):
     with pytest.raises(ValueError, match="queries must be given for all 2 models; found 1"):
         store.query_vectors({0: queries[0]})
     for damping in (-0.1, torch.nan, torch.inf, "much"):
-        with pytest.raises(ValueError, match="damping must be a number, 0 or more, or None"):
+        with pytest.raises(ValueError, match="damping must be a multiple of the mean eigenvalue, 0 or more; found"):
             store.scores(queries, damping=damping)
 
 
@@ -254,7 +256,7 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
     target = tmp_path / "scores.npy"
     target.write_bytes(b"before")
     with pytest.raises(ValueError, match="scores must be finite in float32"):
-        store.scores([queries[0] * 1e38], out=target)
+        store.scores([queries[0] * 1e38], path=target)
     assert target.read_bytes() == b"before" and [p.name for p in tmp_path.iterdir() if p.is_file()] == ["scores.npy"]
 
 
@@ -263,30 +265,30 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
 
 def test_weights(tmp_path):
     model, x, y = make(n=10)
-    store = sw.ProjectedStore(tmp_path, 8)
-    store.fill(model, sw.margin, batches(x, y, 4), output=True)
-    wanted = torch.sigmoid(-sw.margin(model, (x, y)).detach())
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
+    store.fill(model, sw.attribution.margin, batches(x, y, 4), returns="outputs")
+    wanted = torch.sigmoid(-sw.attribution.margin(model, (x, y)).detach())
     torch.testing.assert_close(store.weights(), wanted.float())
-    g = sw.gradients(sw.margin(model, (x, y)), model)
+    g = sw.gradients(sw.attribution.margin(model, (x, y)), model)
     torch.testing.assert_close(store.rows(), g.project(8).float(), rtol=1e-2, atol=1e-2)
 
 
 def test_weights_of_an_output_function(tmp_path):
     model, x, y = make(n=10)
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
 
     def output_fn(model, batch):
         losses = loss_fn(model, batch)
         return -losses, torch.full_like(losses, 3)
 
-    store.fill(model, output_fn, batches(x, y, 4), microbatch=3, output=True)
+    store.fill(model, output_fn, batches(x, y, 4), microbatch=3, returns="outputs")
     assert store.weights().tolist() == [3.0] * 10
     queries = store.project(model, output_fn, [(x[:2], y[:2])])
     torch.testing.assert_close(store.scores(queries), 3 * queries @ store.rows().T)
 
 
 def test_weights_must_be_given_for_all_rows_or_none(tmp_path):
-    store = sw.ProjectedStore(tmp_path, 2)
+    store = sw.attribution.ProjectedStore(tmp_path, 2)
     store.add(torch.ones(1, 2), torch.ones(1))
     with pytest.raises(sw.StoreError, match="rows of model 0 must be added with weights"):
         store.add(torch.ones(1, 2))
@@ -323,8 +325,8 @@ def test_gradients_scaled_by_adam(tmp_path, kind, options):
         state = adam.state[p]
         second = state["max_exp_avg_sq"] if options else state["exp_avg_sq"]
         denominators.append(((second / (1 - adam.defaults["betas"][1] ** 3)).sqrt() + adam.defaults["eps"]).flatten())
-    store = sw.ProjectedStore(tmp_path, 8, dtype="float32")
-    store.fill(model, loss_fn, batches(x, y, 4), adam=adam)
+    store = sw.attribution.ProjectedStore(tmp_path, 8, dtype="float32")
+    store.fill(model, loss_fn, batches(x, y, 4), second_moments=adam)
     scaled = rows(model, x, y) / torch.cat(denominators)
     wanted = (scaled @ projection(model, 8)).float()
     torch.testing.assert_close(store.rows(), wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
@@ -336,12 +338,12 @@ def test_gradients_scaled_by_adam(tmp_path, kind, options):
 
 def test_an_optimizer_without_second_moments(tmp_path):
     model, x, y = make()
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())):
         with pytest.raises(
-            ValueError, match=r"adam must be an optimizer with second moments .*; found none for '0.bias'"
+            ValueError, match=r"second_moments must be an optimizer with second moments .*; found none for '0.bias'"
         ):
-            store.fill(model, loss_fn, [(x, y)], adam=optimizer)
+            store.fill(model, loss_fn, [(x, y)], second_moments=optimizer)
     assert store.models == 0
 
 
@@ -351,11 +353,11 @@ def test_an_optimizer_without_second_moments(tmp_path):
 def test_several_models(tmp_path):
     _, x, y = make(n=10)
     models = [make(seed=seed)[0] for seed in range(3)]
-    store = sw.ProjectedStore(tmp_path, 8, seed=4)
+    store = sw.attribution.ProjectedStore(tmp_path, 8, seed=4)
     assert [store.fill(model, loss_fn, batches(x, y, 4)) for model in models] == [0, 1, 2]
-    again = sw.ProjectedStore(tmp_path, 8, seed=4)
+    again = sw.attribution.ProjectedStore(tmp_path, 8, seed=4)
     assert again.models == 3 and len(again) == 10
-    assert repr(again).endswith("10 samples, 3 models, dim=8, seed=4)")
+    assert repr(again).endswith("10 samples, 3 models, dim=8, seed=4, dtype='float16')")
     assert again.fill(models[1], loss_fn, batches(x, y, 4)) == 1  # nothing to do
     gradients = [sw.gradients(loss_fn(model, (x[:2], y[:2])), model) for model in models]
     for k, model in enumerate(models):
@@ -367,18 +369,18 @@ def test_several_models(tmp_path):
 
 def test_queries_of_an_unknown_model(tmp_path):
     model, x, y = make()
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     store.fill(model, loss_fn, [(x, y)])
     with pytest.raises(sw.StoreError, match=r"found parameters of none of its 1 model\. Load the parameters"):
         store.project(make(seed=1)[0], loss_fn, [(x, y)])
-    with pytest.raises(sw.StoreError, match=r"has rows of the loss for this model. Pass the same output and adam"):
-        store.fill(model, sw.margin, [(x, y)], output=True)
+    with pytest.raises(sw.StoreError, match=r"has rows of the loss for this model. Pass the same returns and second_m"):
+        store.fill(model, sw.attribution.margin, [(x, y)], returns="outputs")
 
 
 def test_a_model_in_training_mode_stays_so(tmp_path):
     model = nn.Sequential(nn.Dropout(0.5), make()[0]).train()
     _, x, y = make()
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     store.fill(model, loss_fn, [(x, y)])
     first = store.rows()
     assert model.training and model[0].training

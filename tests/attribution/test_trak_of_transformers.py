@@ -79,7 +79,7 @@ def rows(model, fn, data):
 
 @pytest.mark.parametrize(
     ("make", "data", "fn"),
-    [(bert, classified, sw.margin), (gpt2, sequences, log_likelihood), (lora, sequences, log_likelihood)],
+    [(bert, classified, sw.attribution.margin), (gpt2, sequences, log_likelihood), (lora, sequences, log_likelihood)],
     ids=["bert", "gpt2", "lora"],
 )
 def test_formula(make, data, fn):

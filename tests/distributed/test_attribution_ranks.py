@@ -47,33 +47,35 @@ def test_an_error_of_one_rank_is_raised_on_all(two):
 def trak(path=None, size=3):
     _, x, y = make(n=17)
     models = [make(seed=seed)[0] for seed in range(2)]
-    return sw.trak(models, sw.margin, batches(x, y, size), batches(x[:5] + 0.3, y[:5], 2), 8, path=path)
+    return sw.trak(
+        models, sw.attribution.margin, batches(x, y, size), batches(x[:5] + 0.3, y[:5], 2), 8, directory=path
+    )
 
 
 def selected(path):
     model, x, y = make(n=17)
-    store = sw.ProjectedStore(path, 8)
+    store = sw.attribution.ProjectedStore(path, 8)
     store.fill(model, loss_fn, batches(x, y, 3))
-    store = sw.ProjectedStore(path, 8)  # every rank can read what rank 0 wrote
+    store = sw.attribution.ProjectedStore(path, 8)  # every rank can read what rank 0 wrote
     queries = store.project(model, loss_fn, batches(x[:5] + 0.3, y[:5], 2))
-    return sw.select(store, queries, 4, damping=0.1), store.rows()
+    return sw.attribution.select(store, queries, 4, damping=0.1), store.rows()
 
 
 def filled_with_bad_labels(path):
     model, x, y = make(n=8)
     y[6] = 100  # in the batch of rank 1
-    sw.ProjectedStore(path, 8).fill(model, loss_fn, batches(x, y, 4))
+    sw.attribution.ProjectedStore(path, 8).fill(model, loss_fn, batches(x, y, 4))
 
 
 def filled_on_a_full_disk(path):
     model, x, y = make(n=8)
-    store = sw.ProjectedStore(path, 8)
+    store = sw.attribution.ProjectedStore(path, 8)
     store.fill(model, loss_fn, [])
 
     class Filled(list):
         def __iter__(self):
             if torch.distributed.get_rank() == 0:
-                (store.path / "model-0000" / "rows.f16").mkdir(exist_ok=True)  # cannot be opened for writing
+                (store.directory / "model-0000" / "rows.f16").mkdir(exist_ok=True)  # cannot be opened for writing
             return super().__iter__()
 
     store.fill(model, loss_fn, Filled(batches(x, y, 4)))
@@ -83,7 +85,7 @@ def of_a_store_of_one_rank(path):
     model, x, y = make(n=17)
     data = TensorDataset(x, y)
     sampler = DistributedSampler(data, shuffle=False)
-    sw.ProjectedStore(path, 8).fill(model, loss_fn, DataLoader(data, 4, sampler=sampler))
+    sw.attribution.ProjectedStore(path, 8).fill(model, loss_fn, DataLoader(data, 4, sampler=sampler))
 
 
 def test_trak(two, three, tmp_path):
@@ -104,12 +106,12 @@ def test_store_and_selection(two, tmp_path):
 
 def filled(path):
     model, x, y = make(n=8)
-    sw.ProjectedStore(path, 8).fill(model, loss_fn, batches(x, y, 4))
-    return len(sw.ProjectedStore(path, 8))
+    sw.attribution.ProjectedStore(path, 8).fill(model, loss_fn, batches(x, y, 4))
+    return len(sw.attribution.ProjectedStore(path, 8))
 
 
 def test_a_store_that_is_in_use_is_refused_on_all_ranks(two, tmp_path):
-    store = sw.ProjectedStore(tmp_path, 8)
+    store = sw.attribution.ProjectedStore(tmp_path, 8)
     with store._lock:
         messages = two.errors(filled, str(tmp_path))
     assert all(f"in use by process {os.getpid()} on host" in message for message in messages)
@@ -136,7 +138,7 @@ def ekfac(size=3):
 
 def exact(size=3):
     model, x, y = make(n=17)
-    return sw.hessian(model, loss_fn, batches(x, y, size)).matrix
+    return sw.attribution.hessian(model, loss_fn, batches(x, y, size)).matrix
 
 
 def with_curvature():

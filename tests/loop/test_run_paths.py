@@ -84,7 +84,7 @@ def test_the_home_directory_of_nobody():
 
 
 def test_other_directories(elsewhere):
-    ledger, csv, store = sw.Ledger("visits", id=1), CSV("tables"), sw.ProjectedStore("projections", 4)
+    ledger, csv, store = sw.Ledger("visits", id=1), CSV("tables"), sw.attribution.ProjectedStore("projections", 4)
     os.chdir(elsewhere)
     make(None, [ledger, csv]).fit(loader(), epochs=1)
     model = nn.Linear(6, 3)

@@ -420,7 +420,7 @@ def test_influence():
     model = net()
     train, queries = [data(T, MASK)], [data(T + 2, MASK)]
     loss_fn = sw.batch_constants(2)(partial(losses_of))
-    whole = sw.influence(model, losses_of, train, queries, microbatch=None)
+    whole = sw.influence(model, losses_of, train, queries, microbatch=len(train[0][0]))
     close(sw.influence(model, loss_fn, train, queries, microbatch=1), whole)
     with pytest.raises(sw.BatchError, match=r"@sw\.batch_constants\(2\)"):
         sw.influence(model, losses_of, train, queries, microbatch=2)

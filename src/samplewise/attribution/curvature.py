@@ -57,7 +57,5 @@ def checked_damping(damping: float | None) -> float:
         return DEFAULT_DAMPING
     is_number = isinstance(damping, (int, float)) and not isinstance(damping, bool)
     if not (is_number and 0 <= damping < float("inf")):
-        raise ValueError(
-            f"damping must be a multiple of the mean eigenvalue, 0 or more, or None for the default; found {damping!r}."
-        )
+        raise ValueError(f"damping must be a multiple of the mean eigenvalue, 0 or more; found {damping!r}.")
     return float(damping)
