@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, get_overloads
 
 import reference
@@ -71,13 +72,13 @@ def link(target: str, text: str) -> str:
 
 def summary(name: str) -> str:
     """First sentence of a docstring, for a cell of a table."""
-    first = inspect.cleandoc(getattr(samplewise, name).__doc__).split("\n\n")[0].replace("\n", " ")
+    first = inspect.cleandoc(attrgetter(name)(samplewise).__doc__).split("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=\.)\s", first)[0].rstrip(":").replace("|", r"\|").replace("*", r"\*")
 
 
 def section(title: str) -> str:
     parts = [f"# {title}"]
-    parts += [entry(name, getattr(samplewise, name), "samplewise") for name in reference.SECTIONS[title]]
+    parts += [entry(name, attrgetter(name)(samplewise), "samplewise") for name in reference.SECTIONS[title]]
     parts += [entry(kind.__name__, kind, kind.__module__) for kind in reference.RESULTS.get(title, ())]
     return "\n\n".join(parts) + "\n"
 

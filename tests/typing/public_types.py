@@ -87,6 +87,7 @@ def functions_of_users() -> None:
     sw.fisher(net, losses_of_net, [batch])
     sw.scan(net, losses_of_net, [batch])
     sw.influence(net, losses_of_net, [batch], [batch])
+    sw.trak(net, sw.attribution.margin, [batch], [batch], 8, microbatch=sw.auto(memory=10**9))
     sw.check(net, losses_of_net, batch)
 
 
@@ -94,6 +95,23 @@ def private_step(plan: sw.Privacy) -> None:
     step = sw.Step(model, optimizer, losses_of, privacy=plan)
     assert_type(step.privacy.spent().epsilon, float | Any)
     assert_type(plan.noise_multiplier, float | Any)
+
+
+def attribution(directory: Path) -> None:
+    data = [x]
+    curvature = sw.ekfac(model, losses_of, data, labels="data", microbatch=4)
+    assert_type(curvature, sw.attribution.EKFAC)
+    assert_type(sw.influence(model, losses_of, data, data, curvature=curvature, damping=0.1), Tensor)
+    assert_type(sw.influence(model, losses_of, data, data, by="layer"), dict[str, Tensor])
+    assert_type(sw.attribution.hessian(model, losses_of, data).mean_eigenvalue, float)
+    store = sw.attribution.ProjectedStore(directory, 8, dtype="float32", blocks="layer")
+    assert_type(store.fill(model, losses_of, data, returns="losses", microbatch="auto"), int)
+    assert_type(store.search(store.project(model, losses_of, data), k=3), tuple[Tensor, Tensor])
+    assert_type(sw.attribution.select(store, torch.ones(1, 8), 2, reduce="mean"), Tensor)
+    subsets = sw.attribution.evaluate.subsets(8, 4, fraction=0.5)
+    found = sw.attribution.evaluate.lds(torch.ones(2, 8), subsets, torch.ones(4, 2))
+    assert_type(found, sw.attribution.evaluate.LDS)
+    assert_type(found.ceiling, float | None)
 
 
 def update(update: sw.Update) -> None:

@@ -385,7 +385,8 @@ class ProjectedStore:
                 found = directory.name + ("" if directory.is_dir() else ", which is no directory")
                 raise StoreError(
                     f"the store in {self.directory} must have the rows of model {number} in the directory "
-                    f"{expected.name}; found {found}. Restore it from a backup, or fill a new store in another directory."
+                    f"{expected.name}; found {found}. Restore it from a backup, or fill a new store in another "
+                    "directory."
                 )
         return [RowsFile(directory, self.dim, self.dtype) for directory in directories]
 
