@@ -277,7 +277,7 @@ def test_a_model_whose_process_was_killed_before_its_first_row(tmp_path):
         assert again.models == 1
         if name is not None:
             (folder / name).write_text("{")
-    again.add(wanted, model=1)
+    again.add(wanted, model_number=1)
     assert sw.attribution.ProjectedStore(tmp_path, 16).models == 2
 
 
@@ -325,8 +325,8 @@ def test_a_second_writer_of_another_model(tmp_path):
         with contextlib.suppress(sw.StoreError):
             store.add(torch.ones(3, 4))
     with pytest.raises(sw.StoreError, match=CHANGED):
-        stores[1].add(torch.ones(3, 4), model=0)
-    stores[0].add(torch.ones(2, 4), model=1)
+        stores[1].add(torch.ones(3, 4), model_number=0)
+    stores[0].add(torch.ones(2, 4), model_number=1)
     assert [len(file) for file in sw.attribution.ProjectedStore(tmp_path, 4)._files] == [3, 2]
 
 

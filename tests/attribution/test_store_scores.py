@@ -19,7 +19,7 @@ def random_store(path, n=40, dim=12, models=1, weighted=False, dtype="float32"):
     store = sw.attribution.ProjectedStore(path, dim, dtype=dtype)
     for model in range(models):
         weights = torch.rand(n, generator=generator) if weighted else None
-        store.add(torch.randn(n, dim, generator=generator), weights, model=model)
+        store.add(torch.randn(n, dim, generator=generator), weights, model_number=model)
     queries = [torch.randn(5, dim, generator=generator) for _ in range(models)]
     return store, queries
 
@@ -27,7 +27,7 @@ def random_store(path, n=40, dim=12, models=1, weighted=False, dtype="float32"):
 def by_formula(store, queries, cosine=False, damping=None):
     total, weights = 0, 0
     for model, own in enumerate(queries):
-        x = store.rows(model=model).double()
+        x = store.rows(model_number=model).double()
         q = own.double()
         kernel = torch.eye(store.dim, dtype=torch.float64)
         if damping is not None:
@@ -38,7 +38,7 @@ def by_formula(store, queries, cosine=False, damping=None):
             of_rows, of_queries = (((each @ kernel) * each).sum(1).sqrt() for each in (x, q))
             products = products / of_queries[:, None] / of_rows
         total = total + products / len(queries)
-        weights = weights + store.weights(model=model).double() / len(queries)
+        weights = weights + store.weights(model_number=model).double() / len(queries)
     return total if cosine else total * weights
 
 
@@ -71,10 +71,10 @@ def load(path, rows, columns):
 def test_scores_of_some_models(tmp_path):
     store, queries = random_store(tmp_path, models=3, weighted=True)
     one = store.scores({1: queries[1]}, damping=0.1)
-    x = store.rows(model=1).double()
+    x = store.rows(model_number=1).double()
     gram = x.T @ x
     inverse = torch.linalg.inv(gram + 0.1 * gram.trace() / 12 * torch.eye(12))
-    wanted = queries[1].double() @ inverse @ x.T * store.weights(model=1)
+    wanted = queries[1].double() @ inverse @ x.T * store.weights(model_number=1)
     torch.testing.assert_close(one, wanted.float(), rtol=1e-4, atol=1e-7)
 
 
@@ -245,7 +245,7 @@ def test_a_singular_gram(tmp_path):
 
 def test_other_numbers_of_samples(tmp_path):
     store, queries = random_store(tmp_path, models=2)
-    store.add(torch.ones(1, 12), model=1)
+    store.add(torch.ones(1, 12), model_number=1)
     with pytest.raises(sw.StoreError, match=r"must have the same number of samples; found \[40, 41\]"):
         store.scores(queries)
     assert len(store) == 40 and store.scores({1: queries[1]}).shape == (5, 41)
@@ -273,7 +273,8 @@ def test_weights(tmp_path):
     torch.testing.assert_close(store.rows(), g.project(8).float(), rtol=1e-2, atol=1e-2)
 
 
-def test_weights_of_an_output_function(tmp_path):
+@pytest.mark.parametrize("microbatch", ["auto", 3, sw.auto(memory=400)])
+def test_weights_of_an_output_function(tmp_path, microbatch):
     model, x, y = make(n=10)
     store = sw.attribution.ProjectedStore(tmp_path, 8)
 
@@ -281,10 +282,14 @@ def test_weights_of_an_output_function(tmp_path):
         losses = loss_fn(model, batch)
         return -losses, torch.full_like(losses, 3)
 
-    store.fill(model, output_fn, batches(x, y, 4), microbatch=3, returns="outputs")
+    store.fill(model, output_fn, batches(x, y, 4), microbatch=microbatch, returns="outputs")
     assert store.weights().tolist() == [3.0] * 10
-    queries = store.project(model, output_fn, [(x[:2], y[:2])])
+    g = sw.gradients(-loss_fn(model, (x, y)), model)
+    torch.testing.assert_close(store.rows(), g.project(8).float(), rtol=1e-2, atol=1e-2)
+    queries = store.project(model, output_fn, [(x[:2], y[:2])], microbatch=microbatch)
     torch.testing.assert_close(store.scores(queries), 3 * queries @ store.rows().T)
+    with pytest.raises(ValueError, match="returns must be 'losses' or 'outputs'; found 'weights'"):
+        store.fill(model, output_fn, batches(x, y, 4), returns="weights")
 
 
 def test_weights_must_be_given_for_all_rows_or_none(tmp_path):
@@ -296,11 +301,11 @@ def test_weights_must_be_given_for_all_rows_or_none(tmp_path):
         store.add(torch.ones(1, 2), torch.ones(2))
     with pytest.raises(ValueError, match="weights must be finite in float32; found NaN or infinity"):
         store.add(torch.ones(1, 2), torch.full((1,), torch.nan))
-    store.add(torch.ones(1, 2), model=1)
+    store.add(torch.ones(1, 2), model_number=1)
     with pytest.raises(sw.StoreError, match="rows of model 1 must be added without weights"):
-        store.add(torch.ones(1, 2), torch.ones(1), model=1)
-    with pytest.raises(ValueError, match=r"model must be in 0\.\.2; found 3"):
-        store.add(torch.ones(1, 2), model=3)
+        store.add(torch.ones(1, 2), torch.ones(1), model_number=1)
+    with pytest.raises(ValueError, match=r"model_number must be in 0\.\.2; found 3"):
+        store.add(torch.ones(1, 2), model_number=3)
 
 
 def stepped(optimizer, x, y, model, **options):
@@ -362,7 +367,7 @@ def test_several_models(tmp_path):
     gradients = [sw.gradients(loss_fn(model, (x[:2], y[:2])), model) for model in models]
     for k, model in enumerate(models):
         wanted = sw.gradients(loss_fn(model, (x, y)), model).project(8, seed=4 + k).float()
-        torch.testing.assert_close(again.rows(model=k), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
+        torch.testing.assert_close(again.rows(model_number=k), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
     projected = [store.project(model, loss_fn, [(x[:2], y[:2])]) for model in models]
     torch.testing.assert_close(again.scores(gradients), again.scores(projected))
 

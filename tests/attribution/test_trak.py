@@ -42,6 +42,7 @@ def test_one_model_and_a_generator(tmp_path):
     _, x, y = make(n=40)
     train, queries = batches(x, y, 9), batches(x[:3], y[:3], 2)
     together = sw.trak(models, sw.attribution.margin, train, queries, 16)
+    assert torch.equal(sw.trak(models, sw.attribution.margin, train, queries, 16, damping=0.1), together)  # the default
     in_a_module = torch.nn.ModuleList(models)
     torch.testing.assert_close(sw.trak(in_a_module, sw.attribution.margin, train, queries, 16), together)
     half = sw.trak(models, sw.attribution.margin, train, queries, 16, dtype="float16")

@@ -55,8 +55,7 @@ FORMAT = 2
 SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1
 SETTINGS = {"dim": int, "seed": int, "dtype": str, "blocks": str}
 
-Rows = Gradients | Tensor
-Queries = Rows | Sequence[Rows] | Mapping[int, Rows]
+Queries = Gradients | Tensor | Sequence[Gradients | Tensor] | Mapping[int, Gradients | Tensor]
 
 
 class ProjectedStore:
@@ -127,28 +126,30 @@ class ProjectedStore:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def add(self, g: Rows, weights: Tensor | None = None, *, model: int = 0) -> None:
+    def add(self, g: Gradients | Tensor, weights: Tensor | None = None, *, model_number: int = 0) -> None:
         """Append the projections of a batch of gradients, or rows (B, dim) that are projected already.
 
         With several ranks, call it on one of them.
 
         weights: (B,), if the gradients are those of an output function, as in `sw.trak`; default: none
-        model: number of the model; the next number starts the rows of another model
+        model_number: as returned by `fill`; the next number starts the rows of another model
         """
-        if model not in range(self.models + 1):
-            raise ValueError(f"model must be in 0..{self.models}; found {model!r}.")
-        rows = self._projected(g, model, "rows")
+        if model_number not in range(self.models + 1):
+            raise ValueError(f"model_number must be in 0..{self.models}; found {model_number!r}.")
+        rows = self._projected(g, model_number, "rows")
         features = Features(rows, None if weights is None else checked_weights(weights, len(rows)))
-        if model < self.models and self._files[model].index.weighted != (weights is not None):
+        if model_number < self.models and self._files[model_number].index.weighted != (weights is not None):
             wanted = "with weights" if weights is None else "without weights"
-            raise StoreError(f"rows of model {model} must be added {wanted}, as the first ones were; found the other.")
+            raise StoreError(
+                f"rows of model {model_number} must be added {wanted}, as the first ones were; found the other."
+            )
         with self._lock:
             self._check_unchanged()
-            if model == self.models:
+            if model_number == self.models:
                 layers = layer_widths(g.names, self.dim) if isinstance(g, Gradients) and self.blocks else ()
                 index = ModelIndex(weighted=weights is not None, layers=layers)
                 self._files.append(RowsFile(self._next_directory(), self.dim, self.dtype, index))
-            self._files[model].append(*features)
+            self._files[model_number].append(*features)
 
     def fill(
         self,
@@ -225,16 +226,19 @@ class ProjectedStore:
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def rows(self, start: int = 0, stop: int | None = None, *, model: int = 0) -> Tensor:
+    def rows(self, start: int = 0, stop: int | None = None, *, model_number: int = 0) -> Tensor:
         """Stored rows (stop - start, dim) of a model in float32. Default: all rows of the first model."""
         if not self.models:
             return torch.zeros(0, self.dim)
-        start, stop, _ = slice(start, stop).indices(len(self._files[model]))
-        return self._files[model].rows(start, stop)
+        start, stop, _ = slice(start, stop).indices(len(self._files[model_number]))
+        return self._files[model_number].rows(start, stop)
 
-    def weights(self, *, model: int = 0) -> Tensor:
+    def weights(self, *, model_number: int = 0) -> Tensor:
         """Weights (n,) of the samples; ones if the rows were added without weights."""
-        return self._files[model].weights(0, len(self._files[model])) if self.models else torch.ones(0)
+        if not self.models:
+            return torch.ones(0)
+        file = self._files[model_number]
+        return file.weights(0, len(file))
 
     def search(
         self,
@@ -476,7 +480,7 @@ class ProjectedStore:
             blocks = {name: slices[layer_of(name)] for name in names}
         return Projection(self.dim, self.seed + number, blocks=blocks, scale=scale)
 
-    def _projected(self, given: Rows, number: int, name: str) -> Tensor:
+    def _projected(self, given: Gradients | Tensor, number: int, name: str) -> Tensor:
         """Rows (B, dim) of gradients or of a tensor, float32, on the CPU."""
         rows = project(given, self._projection(number, given.names)) if isinstance(given, Gradients) else given
         return checked_rows(rows, self.dim, name)
