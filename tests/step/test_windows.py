@@ -223,7 +223,7 @@ def test_run_adds_up(samples, monkeypatch):
     losses = torch.cat([update.losses for update in updates])
     assert totals.loss == pytest.approx((losses.sum() / COUNTS.sum()).item(), rel=1e-12)
     assert_same(twin, step.model, tolerance=0)
-    assert f"{len(updates)} updates, {N} samples" in repr(totals)
+    assert f"Totals(updates={len(updates)}, samples={N}, " in repr(totals)
 
 
 def test_run_over_nothing():
