@@ -35,7 +35,7 @@ from samplewise.errors import (
     NonFiniteLossError,
     TransformError,
 )
-from samplewise.framework_pass import FrameworkPass
+from samplewise.framework_pass import FrameworkPass, Through
 from samplewise.transforms.chain import Chain, Transforms, as_chain
 from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
@@ -83,9 +83,9 @@ def backward(
     model: Parameters,
     outputs: Outputs | None = None,
     transforms: Transforms = (),
-    through: Any = None,
+    through: Through | None = None,
     *,
-    denominator: float = 1,
+    denominator: float | Tensor = 1,
     losses: Tensor | None = None,
     counts: Tensor | None = None,
     batch: Any = None,
