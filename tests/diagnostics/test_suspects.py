@@ -230,9 +230,7 @@ def test_printed_table():
 
 @pytest.mark.parametrize("more", [{"also": ["norm"]}, {"loss_fn": loss_fn}, {"ids": 0}, {"checkpoints": []}])
 def test_a_table_with_arguments_of_a_model(more):
-    with pytest.raises(
-        TypeError, match="takes no other argument than score=; found arguments for a model, but dict"
-    ):
+    with pytest.raises(TypeError, match="takes no other argument than score=; found arguments for a model, but dict"):
         sw.suspects(VISITS, **more)
 
 
