@@ -34,7 +34,7 @@ from samplewise.errors import (
     NonFiniteLossError,
     TransformError,
 )
-from samplewise.framework_pass import FrameworkPass
+from samplewise.framework_pass import FrameworkPass, Through
 from samplewise.parallel.ddp import is_replica, refuse_static_graph
 from samplewise.transforms.chain import Chain, Transforms, as_chain
 from samplewise.transforms.measure import measure
@@ -83,9 +83,9 @@ def backward(
     model: Parameters,
     outputs: Outputs | None = None,
     transforms: Transforms = (),
-    through: Any = None,
+    through: Through | None = None,
     *,
-    denominator: float = 1,
+    denominator: float | Tensor = 1,
     losses: Tensor | None = None,
     counts: Tensor | None = None,
     batch: Any = None,

@@ -7,13 +7,23 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from samplewise.engine.checks import wide_dtype
 from samplewise.engine.gradients import Gradients, norms_during
+
+
+class HasBackward(Protocol):
+    """Object that runs backward passes, such as an Accelerator or a Fabric: its method `backward` gets the loss."""
+
+    @property
+    def backward(self) -> Callable[..., object]: ...
+
+
+Through = HasBackward | torch.amp.GradScaler | Callable[..., object]
 
 
 class FrameworkPass:
@@ -23,7 +33,7 @@ class FrameworkPass:
     skips_overflow: it has a gradient scaler, which skips updates with non-finite gradients.
     """
 
-    def __init__(self, through: Any, loss: Tensor, retain_graph: bool = False):
+    def __init__(self, through: Through | None, loss: Tensor, retain_graph: bool = False):
         self.factor: Tensor | float = 1.0
         self.skips_overflow = _has_scaler(through)
         self._through = through

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import Auto, Microbatch, auto, bounded, free_memory, is_out_of_memory
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.checks import check_attached, check_model
-from samplewise.engine.gradients import Gradients, Strategy, gradients
+from samplewise.engine.gradients import Gradients, gradients
 
 
 def scan(
@@ -24,7 +24,7 @@ def scan(
     loader: Iterable[Any],
     *,
     microbatch: Microbatch = "auto",
-    strategy: Strategy | None = None,
+    strategy: Literal["fused", "twice", "full", "reference"] | None = None,
 ) -> Iterator[tuple[Any, Gradients]]:
     """Iterate over a loader and yield (microbatch, g) with the Gradients g of each microbatch.
 
@@ -48,7 +48,7 @@ class Scanner:
         loss_fn: LossFn,
         microbatch: Microbatch = "auto",
         *,
-        strategy: Strategy | None = None,
+        strategy: Literal["fused", "twice", "full", "reference"] | None = None,
     ):
         check_model(model, "sw.scan(model, loss_fn, loader)")
         size = auto() if microbatch == "auto" else microbatch

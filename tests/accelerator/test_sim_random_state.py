@@ -77,7 +77,7 @@ def test_noise_takes_a_generator_of_the_device_and_refuses_one_of_the_cpu():
     model, batch = model_and_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.tolist() for p in model.parameters()]
-    step = sw.Step(model, optimizer, losses, transforms=[sw.noise(1.0, torch.Generator())])
+    step = sw.Step(model, optimizer, losses, transforms=[sw.noise(1.0, generator=torch.Generator())])
     with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator but found 'cpu'"):
         step(batch)
     assert [p.tolist() for p in model.parameters()] == before
@@ -85,7 +85,7 @@ def test_noise_takes_a_generator_of_the_device_and_refuses_one_of_the_cpu():
     for _ in range(2):
         generator = torch.sim.Generator().manual_seed(5)
         total = [torch.zeros(3, device=DEVICE)]
-        sw.noise(1.0, generator).act(total)
+        sw.noise(1.0, generator=generator).act(total)
         ends.append(total[0].tolist())
     assert ends[0] == ends[1]
 

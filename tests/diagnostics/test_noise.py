@@ -46,7 +46,7 @@ def test_estimates_do_not_depend_on_the_batch_size(size):
 def test_scale_and_ratio_are_inverse():
     found = sw.noise_scale(gradients(*make()))
     assert found.scale == found.trace / found.signal
-    assert found.ratio == found.signal / found.trace
+    assert found.signal_to_noise == found.signal / found.trace
 
 
 def test_without_signal_or_noise():

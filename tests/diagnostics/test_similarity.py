@@ -62,7 +62,7 @@ def test_average_linkage(seed):
     """Compared with a plain implementation of average linkage, on random cosines."""
     torch.manual_seed(seed)
     unit = F.normalize(torch.randn(14, 3, dtype=torch.float64))
-    found = Similarity(unit @ unit.T, paired=True)
+    found = Similarity(unit @ unit.T, symmetric=True)
     groups = [[i] for i in range(14)]
     while len(groups) > 1:
         pairs = itertools.combinations(range(len(groups)), 2)
@@ -77,6 +77,6 @@ def test_average_linkage(seed):
 def test_representation():
     assert repr(linear(FANS)) == "Similarity(7 samples, cosines of pairs -1.00 to 1.00)"
     assert repr(linear([[1.0, 0.0]])) == "Similarity(1 sample)"
-    assert repr(Similarity(torch.tensor([[0.5, -0.25]]), paired=False)) == (
+    assert repr(Similarity(torch.tensor([[0.5, -0.25]]), symmetric=False)) == (
         "Similarity(1 × 2 samples, cosines of pairs -0.25 to 0.50)"
     )

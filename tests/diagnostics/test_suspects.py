@@ -228,6 +228,12 @@ def test_printed_table():
     assert len(lines) == 13
 
 
+@pytest.mark.parametrize("more", [{"also": ["norm"]}, {"loss_fn": loss_fn}, {"ids": 0}, {"checkpoints": []}])
+def test_a_table_with_arguments_of_a_model(more):
+    with pytest.raises(TypeError, match="takes no other argument than score=; found arguments for a model, but dict"):
+        sw.suspects(VISITS, **more)
+
+
 def test_representation():
     found = sw.suspects({"id": range(7), "loss": [3.0, 1.0, 2.0, 7.0, 5.0, 4.0, 6.0]})
     assert repr(found) == "Suspects(7 samples by loss; most suspicious: 3, 6, 4, 5, 0 and 2 more)"

@@ -23,6 +23,11 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.drop(1, score="loss")  # wrong
     sw.align({}, kind="angle")  # wrong
     sw.diagnostics.signal_to_noise(g, by="module")  # wrong
+    sw.normalize("median")  # wrong
+    sw.backward(losses, model, through=3)  # wrong
+    sw.scan(model, nn.MSELoss(), [losses], microbatch="all")  # wrong
+    sw.suspects("run", score="aum")  # wrong
+    sw.suspects("run", also=["norm"])  # wrong
     g.sum().norm()  # wrong
     print(g[3].shape)  # wrong
     step.sampels = 3  # wrong

@@ -29,10 +29,10 @@ from samplewise.transforms.transform import Grouping, SumTransform, Transform
 class Noise:
     """Noise and signal of per-sample gradients.
 
-    trace    tr Σ, the variance of one sample's gradient, summed over all parameters
-    signal   |G|², the squared norm of the expected gradient
-    scale    trace / signal: the batch size at which both are equal
-    ratio    signal / trace: the signal-to-noise ratio of one sample
+    trace            tr Σ, the variance of one sample's gradient, summed over all parameters
+    signal           |G|², the squared norm of the expected gradient
+    scale            trace / signal: the batch size at which both are equal
+    signal_to_noise  signal / trace, of one sample
 
     The estimates of trace and signal are unbiased; their ratio is not. If the noise is much larger than the signal, the
     estimates of signal and scale may be negative: then the batches were too small, or too few.
@@ -46,7 +46,7 @@ class Noise:
         return _divide(self.trace, self.signal)
 
     @property
-    def ratio(self) -> float:
+    def signal_to_noise(self) -> float:
         return _divide(self.signal, self.trace)
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ def signal_to_noise(g: Gradients, *, by: Literal["parameter", "layer"] = "parame
         group = name.rpartition(".")[0] if by == "layer" else name
         previous = noise_by_group.get(group, Noise(0.0, 0.0))
         noise_by_group[group] = Noise(previous.trace + part_noise.trace, previous.signal + part_noise.signal)
-    return {name: part.ratio for name, part in noise_by_group.items()}
+    return {name: part.signal_to_noise for name, part in noise_by_group.items()}
 
 
 class NoiseScale:

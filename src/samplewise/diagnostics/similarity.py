@@ -17,12 +17,12 @@ Pair = tuple[int, int, float]  # two samples, and the cosine between their gradi
 class Similarity:
     """Cosines between per-sample gradients.
 
-    matrix   (B, B), or (B, B2) for two sets of samples; 0 for a gradient of norm zero
-    paired   True if rows and columns are the same samples, so that each pair counts once
+    matrix     (B, B), or (B, B2) for two sets of samples; 0 for a gradient of norm zero
+    symmetric  True if rows and columns are the same samples, so that each pair counts once
     """
 
     matrix: Tensor
-    paired: bool
+    symmetric: bool
 
     def most_similar(self, k: int = 10) -> list[Pair]:
         """The k pairs (i, j, cosine) with the largest cosines, in descending order."""
@@ -38,7 +38,7 @@ class Similarity:
         The two clusters with the highest mean cosine between their samples are merged, until no mean exceeds the
         threshold. Deterministic; takes O(B³) time.
         """
-        if not self.paired:
+        if not self.symmetric:
             raise ValueError("clusters need one set of samples; found two sets. Call similarity(g) for one of them.")
         groups = [[i] for i in range(len(self.matrix))]
         means = self.matrix.detach().double().clone().fill_diagonal_(-torch.inf)
@@ -52,14 +52,14 @@ class Similarity:
 
     def __repr__(self) -> str:
         rows, columns = self.matrix.shape
-        size = plural(rows, "sample") if self.paired else f"{rows} × {columns} samples"
+        size = plural(rows, "sample") if self.symmetric else f"{rows} × {columns} samples"
         pairs = self._pairs(1, largest=False) + self._pairs(1, largest=True)
         cosines = f", cosines of pairs {pairs[0][2]:.2f} to {pairs[1][2]:.2f}" if pairs else ""
         return f"Similarity({size}{cosines})"
 
     def _pairs(self, k: int, largest: bool) -> list[Pair]:
         rows, columns = self.matrix.shape
-        indices = torch.triu_indices(rows, columns, 1) if self.paired else torch.ones(rows, columns).nonzero().T
+        indices = torch.triu_indices(rows, columns, 1) if self.symmetric else torch.ones(rows, columns).nonzero().T
         i, j = indices.to(self.matrix.device)
         values = self.matrix[i, j].detach()
         order = values.argsort(descending=largest, stable=True)[:k]
@@ -83,4 +83,4 @@ def similarity(g: Gradients, other: Gradients | None = None) -> Similarity:
     other_norms = norms if other is None else other.norms()
     products = norms[:, None] * other_norms
     cosines = torch.where(products > 0, gram / products.where(products > 0, 1), 0).clamp(-1, 1)
-    return Similarity(cosines, paired=other is None)
+    return Similarity(cosines, symmetric=other is None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,24 @@ class Suspects:
         return render(("sample", *self.scores), rows, title)
 
 
+@overload
 def suspects(
-    source: nn.Module | Any,
+    source: nn.Module,
+    loss_fn: LossFn,
+    loader: Iterable[Any],
+    *,
+    score: Score | Sequence[Score] | None = None,
+    also: Sequence[Score] = (),
+    logits: Callable[[nn.Module, Any], Tensor] | None = None,
+    labels: Key = 1,
+    ids: Key | None = None,
+    checkpoints: Sequence[Checkpoint] | None = None,
+    microbatch: Microbatch = "auto",
+) -> Suspects: ...
+@overload
+def suspects(source: object, *, score: Score | Sequence[Score] | None = None) -> Suspects: ...
+def suspects(
+    source: object,
     loss_fn: LossFn | None = None,
     loader: Iterable[Any] | None = None,
     *,
@@ -130,6 +146,11 @@ def suspects(
     if isinstance(source, (str, Path)):
         source = read_ledger(source)
     if not isinstance(source, nn.Module):
+        if loss_fn is not None or loader is not None or also or logits or ids is not None or checkpoints is not None:
+            raise TypeError(
+                "a table of visits takes no other argument than score=; found arguments for a model, but "
+                f"{type(source).__name__} in its place. Leave them out, or pass the model first."
+            )
         return _rank_visits(source, score)
     if loss_fn is None or loader is None:
         raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import index
-from typing import Literal, NamedTuple, get_args, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ from samplewise.parallel.ddp import inner, refuse_replicas
 from samplewise.parallel.group import current_group
 from samplewise.parallel.sharded_parameters import is_sharded
 
-Strategy = Literal["fused", "twice", "full", "reference"]
-STRATEGIES = get_args(Strategy)
+STRATEGIES = ("fused", "twice", "full", "reference")
 
 
 def gradients(
@@ -51,7 +50,7 @@ def gradients(
     *,
     outputs: Outputs | None = None,
     create_graph: bool = False,
-    strategy: Strategy | None = None,
+    strategy: Literal["fused", "twice", "full", "reference"] | None = None,
     interacting: Literal["refuse", "allow"] = "refuse",
 ) -> Gradients:
     """Per-sample gradients: the gradient of each element of `losses` with respect to the parameters.

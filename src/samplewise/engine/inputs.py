@@ -27,7 +27,7 @@ SHARED = (
 )
 
 
-def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Tensor:
+def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) -> Tensor:
     """Gradient of each sample's loss with respect to its own input, d losses_i / d x_i, in the shape of x.
 
     `losses` is 1-D, one value per sample. `x` is a leaf with requires_grad=True or an activation. With

@@ -164,7 +164,7 @@ class Chain:
         return "\n".join([f"({above}) / {denominator}", *lines])
 
 
-def chain(*transforms: Transform | Chain | Callable[..., Any]) -> Chain:
+def chain(*transforms: Transform | Chain | Callable[..., Tensor]) -> Chain:
     """Combine transforms into one, applied in order. A plain function is a `weight`."""
     flat: list[Transform] = []
     for given in transforms:
@@ -178,7 +178,7 @@ def chain(*transforms: Transform | Chain | Callable[..., Any]) -> Chain:
     return Chain(tuple(flat), Stage(tuple(before)), grouping, Stage(tuple(after)), tuple(on_sum))
 
 
-Element = Transform | Chain | Callable[..., Any]
+Element = Transform | Chain | Callable[..., Tensor]  # a function that returns weights (B,), see `weight`
 Transforms = Element | Iterable[Element]  # what users pass
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from samplewise.transforms.transform import SumTransform
 
 
-def noise(std: float, generator: torch.Generator | None = None) -> SumTransform:
+def noise(std: float, *, generator: torch.Generator | None = None) -> SumTransform:
     """Add Gaussian noise of standard deviation `std` to every element of the sum, once per update, before the sum is
     divided by the number of samples. With several ranks it is added once, with the random state of rank 0.
 

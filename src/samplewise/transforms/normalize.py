@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 
-def normalize(norm: float | str = 1.0) -> SampleTransform:
+def normalize(norm: float | Literal["mean"] = 1.0) -> SampleTransform:
     """Scale every sample's gradient to the same norm, so that only directions count. A zero gradient stays zero.
 
     norm: the norm (default 1.0), or "mean" for the mean norm of the window, which keeps the scale of the update.

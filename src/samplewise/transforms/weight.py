@@ -18,7 +18,7 @@ from samplewise.transforms.transform import NEEDS, SampleTransform, function_nam
 
 
 def weight(
-    source: Callable[..., Any] | Tensor | Hashable,
+    source: Callable[..., Tensor] | Tensor | Hashable,
     *,
     index: Hashable = None,
     renormalize: bool = False,
