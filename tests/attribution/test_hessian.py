@@ -139,7 +139,7 @@ def test_losses_linear_in_the_parameters_have_a_zero_hessian():
     x = noise(4, 3).double()
     found = sw.attribution.hessian(model, lambda model, x: model(x)[:, 0], [x])
     assert not found.matrix.any()
-    with pytest.raises(ValueError, match="mean eigenvalue of the Hessian must be positive, .*; found 0. Train"):
+    with pytest.raises(ValueError, match=r"mean eigenvalue of the Hessian must be positive, .*; found 0. Train"):
         found.solve(sw.gradients(model(x)[:, 0], model).full())
 
 
