@@ -79,3 +79,7 @@ def test_samples_of_skipped_updates_count(tmp_path):
 @pytest.mark.parametrize(("text", "number", "unit"), [("50up", 50, "up"), ("1ep", 1, "ep"), ("7samples", 7, "samples")])
 def test_a_duration_is_written_as_it_is_read(text, number, unit):
     assert interval("every", text) == Duration(number, unit) and str(Duration(number, unit)) == text
+
+
+def test_a_number_counts_updates():
+    assert interval("every", 50) == Duration(50, "up")

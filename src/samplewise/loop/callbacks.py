@@ -112,7 +112,7 @@ class ModelCheckpoint:
     is resumed with another `monitor` or `mode`, the list starts empty and the earlier files are kept.
     """
 
-    def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: Mode = "min"):
+    def __init__(self, every: str | int = "1ep", best: int = 0, monitor: str = "loss", mode: Mode = "min"):
         if type(best) is not int or best < 0:
             raise ValueError(f"best must be the number of models to keep, an int of 0 or more; found {best!r}.")
         self.every = interval("every", every)
@@ -182,7 +182,7 @@ class LRMonitor:
     every: interval in updates ("50up", the default) or samples ("1000samples")
     """
 
-    def __init__(self, every: str = "50up"):
+    def __init__(self, every: str | int = "50up"):
         self.every = interval("every", every, ("up", "samples"))
 
     def on_update(self, trainer: Trainer, update: Update) -> None:

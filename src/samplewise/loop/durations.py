@@ -1,4 +1,4 @@
-"""Durations in updates, epochs or samples: "50up", "1ep", "1000samples".
+"""Durations in updates, epochs or samples: "50up", "1ep", "1000samples". A number counts updates.
 
 An interval is counted from the beginning of the run, by the counters of the step, which are in every checkpoint: a
 resumed run continues it exactly.
@@ -53,12 +53,12 @@ class Duration:
 
 
 def interval(name: str, every: Any, units: Sequence[Unit] = ("up", "ep", "samples")) -> Duration:
-    """Parse the argument `name`, an interval in one of the units."""
-    match = re.fullmatch(f"([1-9][0-9]*)({'|'.join(units)})", every) if isinstance(every, str) else None
+    """Parse the argument `name`, an interval in one of the units; a number counts updates."""
+    text = f"{every}up" if type(every) is int else every
+    match = re.fullmatch(f"([1-9][0-9]*)({'|'.join(units)})", text) if isinstance(text, str) else None
     if match is None:
         examples = " or ".join(EXAMPLES[unit] for unit in units)
-        remedy = f" Write {' or '.join(repr(f'{every}{unit}') for unit in units)}." if type(every) is int else ""
-        raise ValueError(f"{name} must be a duration such as {examples}; found {every!r}.{remedy}")
+        raise ValueError(f"{name} must be a duration such as {examples}; found {every!r}.")
     return Duration(int(match[1]), match[2])  # type: ignore[arg-type]
 
 

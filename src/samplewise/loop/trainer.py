@@ -67,8 +67,8 @@ class Trainer(CheckedAttributes):
     function gets the target if its second argument is named y, target, targets, label or labels, else the batch.
     device: "auto" (default) for CUDA if available, else MPS, else the CPU; or a torch device.
     seed: seed of the order of samples and their random augmentation, together with the epoch and the sample's index.
-    log_every: interval between two log lines, in updates ("50up", the default) or samples ("1000samples"). The loss is
-    read from the device (host sync) only for a log line.
+    log_every: interval between two log lines, in updates ("50up", the default, or 50) or samples ("1000samples"). The
+    loss is read from the device (host sync) only for a log line.
     progress: False for no progress display.
     save: "all" (default); "trained" leaves frozen parameters out of checkpoints and saved models, for example the base
     of a LoRA model. Resuming then needs the same base model, which is compared by checksums.
@@ -90,7 +90,7 @@ class Trainer(CheckedAttributes):
         metrics: Mapping[str, MetricFunction | StatefulMetric] | None = None,
         device: str | torch.device = "auto",
         seed: int = 0,
-        log_every: str = "50up",
+        log_every: str | int = "50up",
         progress: bool = True,
         save: Literal["all", "trained"] = "all",
     ):
