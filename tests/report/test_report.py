@@ -319,7 +319,15 @@ def test_matplotlib_settings_of_the_user_are_ignored(report):
 
 
 def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Names of the modules that a file imports at run time."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+    }
+    for node in set(ast.walk(tree)) - typing_only:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
