@@ -158,7 +158,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(recipe):
         (["--clip", "0"], "Invalid value for --clip: must be a positive number; found 0.0."),
         (["--clip", "nan"], "must be a positive number; found nan."),
         (["--device", "toaster"], "Invalid value for --device: must be a device that torch can use; found 'toaster'"),
-        (["--hue"], "No such option: --hue. See samplewise --help."),
+        (["--xyzzy"], "No such option: --xyzzy. See samplewise --help."),
     ],
 )
 def test_bad_arguments_get_one_line(recipe, arguments, output):
