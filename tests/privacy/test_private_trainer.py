@@ -544,7 +544,7 @@ def test_callbacks_that_need_hidden_losses_are_refused_before_an_update(tmp_path
         (dict(callbacks=[sw.callbacks.LRMonitor("9samples")]), "every of LRMonitor"),
         (dict(callbacks=[sw.callbacks.ModelCheckpoint("9samples")]), "every of ModelCheckpoint"),
     ],
-    ids=str,
+    ids=["log lines", "learning rates", "checkpoints"],
 )
 def test_intervals_in_samples_are_refused_before_an_update(tmp_path, options, name):
     _, loader, step = make_small()
