@@ -172,7 +172,7 @@ def test_convolutions_of_few_channels(case, memory_format, images, strips, monke
     assert len(strips) > 1
 
 
-@pytest.mark.parametrize("kernel_size, expected", [(3, [6]), (2, []), (7, [])])
+@pytest.mark.parametrize(("kernel_size", "expected"), [(3, [6]), (2, []), (7, [])])
 def test_strips_are_used_in_float32_if_they_fill_a_block_of_channels(kernel_size, expected, strips):
     layer, x = nn.Conv2d(3, 5, kernel_size), noise(6, 3, 9, 9)
     norms = sw.gradients(layer(x.float()).square().flatten(1).sum(1), layer).norms()

@@ -174,7 +174,7 @@ class ConvolutionGrad(PerSampleGrad):
         return suits_layout and self.settings.has_plain_patches and is_plain(self.x)
 
     def _rows_by_strips(self, start: int, stop: int) -> Tensor:
-        """As `_rows_by_groups`, with the first dimension of the kernel among the channels, filled up to whole blocks."""
+        """As `_rows_by_groups`, with the first dimension of the kernel as channels, filled up to whole blocks."""
         o, i, first, *rest = self.shape
         x = self.x[start:stop]
         stride, _, dilation, *others = self.settings
