@@ -177,8 +177,9 @@ class ConvolutionGrad(PerSampleGrad):
         """As `_rows_by_groups`, with the first dimension of the kernel as channels, filled up to whole blocks."""
         o, i, first, *rest = self.shape
         x = self.x[start:stop]
-        stride, _, dilation, *others = self.settings
-        settings = ConvolutionSettings((1, *stride[1:]), (0,) * len(stride), (1, *dilation[1:]), *others)
+        stride = (1, *self.settings.stride[1:])
+        dilation = (1, *self.settings.dilation[1:])
+        settings = self.settings._replace(stride=stride, padding=(0,) * len(stride), dilation=dilation)
         strips = _windows(x.flatten(0, 1), (first,), self.settings, False).movedim(-1, 2).flatten(1, 2)
         strips = F.pad(strips, [0, 0] * len(stride) + [0, -i * first % CHANNEL_BLOCK])
         weight = self.weight.new_empty(o, strips.shape[1], 1, *rest)
