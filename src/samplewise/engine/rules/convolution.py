@@ -31,6 +31,8 @@ from samplewise.engine.rules.use import Use, summed
 
 # Convolution kernels compute this many input channels at a time: with fewer, the product of patches is faster.
 CHANNEL_BLOCK = 8
+# Number of positions above which the product of patches is faster in any case: long sums suit it.
+MANY_POSITIONS = 2048
 # Rows of up to this many times the size of patches and gradient are kept: they give norms and sum faster.
 ROWS_PAY = 1.75
 # Maximum number of elements in the temporaries of a chunk of samples.
@@ -171,7 +173,8 @@ class ConvolutionGrad(PerSampleGrad):
             return False
         # A gradient in another layout is copied, which takes longer than patches of fewer elements.
         suits_layout = self.g.is_contiguous() or self.patch > o
-        return suits_layout and self.settings.has_plain_patches and is_plain(self.x)
+        suits_size = self.positions <= MANY_POSITIONS
+        return suits_size and suits_layout and self.settings.has_plain_patches and is_plain(self.x)
 
     def _rows_by_strips(self, start: int, stop: int) -> Tensor:
         """As `_rows_by_groups`, with the first dimension of the kernel as channels, filled up to whole blocks."""
