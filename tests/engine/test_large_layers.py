@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from by_loop import assert_as_loop, rows_by_loop
+from by_loop import assert_as_loop, norms_by_loop, rows_by_loop
 from torch import nn
 
 import samplewise as sw
 from samplewise.engine.grads import factored
 from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
+from samplewise.engine.rules import convolution
+from samplewise.engine.rules.convolution import ConvolutionGrad
 from samplewise.testing.case import noise as noise_in_float32
 
 TOKENS = [47, 48, 63, 64, 65, 100, 129, 197, 256]
@@ -130,3 +132,59 @@ def test_convolutions_of_few_positions(case, memory_format, images):
     sums = {name: torch.einsum("b,b...->...", weights, r) for name, r in rows_by_loop(losses, layer).items()}
     g.norms()
     torch.testing.assert_close(g.sum(weights), sums)
+
+
+FEW_CHANNELS = {
+    "whole block": (lambda: nn.Conv2d(1, 5, 8, stride=2, padding=2), (1, 14, 14)),
+    "filled block": (lambda: nn.Conv2d(3, 5, 3, padding=1), (3, 6, 5)),
+    "oblong": (lambda: nn.Conv2d(2, 5, (4, 3), stride=(3, 1), padding=(1, 0), dilation=(2, 1)), (2, 12, 7)),
+    "dilated": (lambda: nn.Conv2d(5, 4, (2, 3), stride=(1, 2), padding=(0, 2), dilation=(1, 2)), (5, 4, 9)),
+    "3d": (lambda: nn.Conv3d(3, 4, (3, 2, 1), stride=(2, 1, 1), padding=(1, 0, 1)), (3, 5, 4, 3)),
+}
+
+
+@pytest.fixture
+def strips(monkeypatch):
+    """A list that gets the number of samples of each chunk whose rows are computed from strips."""
+    chunks = []
+    by_strips = ConvolutionGrad._rows_by_strips
+
+    def counted(form, start, stop):
+        chunks.append(stop - start)
+        return by_strips(form, start, stop)
+
+    monkeypatch.setattr(ConvolutionGrad, "_rows_by_strips", counted)
+    return chunks
+
+
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, "channels last"])
+@pytest.mark.parametrize("case", FEW_CHANNELS)
+def test_convolutions_of_few_channels(case, memory_format, images, strips, monkeypatch):
+    monkeypatch.setattr(convolution, "is_plain", lambda tensor: True)  # also in float64, where no kernel is faster
+    monkeypatch.setattr(convolution, "CHUNK", 1500)
+    make, shape = FEW_CHANNELS[case]
+    layer, x = make().double(), noise(7 * images, *shape)
+    if memory_format == "channels last":
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    losses = layer(x).tanh().flatten(1).square().sum(1).view(7, images).sum(1)
+    assert_as_loop(losses, layer)
+    assert len(strips) > 1
+
+
+@pytest.mark.parametrize(("kernel_size", "expected"), [(3, [6]), (2, []), (7, [])])
+def test_strips_are_used_in_float32_if_they_fill_a_block_of_channels(kernel_size, expected, strips):
+    layer, x = nn.Conv2d(3, 5, kernel_size), noise(6, 3, 9, 9)
+    norms = sw.gradients(layer(x.float()).square().flatten(1).sum(1), layer).norms()
+    assert strips == expected
+    torch.testing.assert_close(norms.double(), norms_by_loop(layer.double()(x).square().flatten(1).sum(1), layer))
+
+
+def test_rows_from_strips_are_differentiable(strips):
+    layer, x = nn.Conv2d(3, 4, 3), noise(2, 3, 5, 5).float()
+    losses = layer(x).square().flatten(1).sum(1)
+    rows = torch.stack([torch.autograd.grad(one, layer.weight, create_graph=True)[0] for one in losses])
+    expected = torch.autograd.grad(rows.sin().sum(), layer.weight, retain_graph=True)
+    found = sw.gradients(losses, {"weight": layer.weight}, create_graph=True)["weight"]
+    torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), layer.weight), expected, rtol=1e-4, atol=1e-4)
+    assert strips

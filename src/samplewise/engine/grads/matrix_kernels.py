@@ -46,10 +46,10 @@ def prefers_onednn(a: Tensor, b: Tensor, m: int, n: int, k: int) -> bool:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):  # the kernel has no derivative
         return False
     enabled: bool = torch._C._get_mkldnn_enabled()  # by the user, see torch.backends.mkldnn
-    return enabled and _is_plain(a) and _is_plain(b)
+    return enabled and is_plain(a) and is_plain(b)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """True for float32 values on the CPU, not those of a subclass such as a tensor that is only traced."""
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and type(tensor) is Tensor
 

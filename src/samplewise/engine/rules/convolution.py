@@ -1,7 +1,8 @@
 """Rules for convolutions of any dimension, stride, dilation and grouping, including transposed convolutions.
 
-Rows are computed as one grouped convolution for a chunk of samples, with one group per sample; or, with few input
-channels or a kernel of one position, as the product of the unfolded input patches with the gradient.
+Rows are computed as one grouped convolution for a chunk of samples, with one group per sample. With few input channels,
+the first dimension of the kernel is unfolded into channels before; if they stay few, or with a kernel of one position,
+rows are the product of the unfolded input patches with the gradient.
 
 If rows would be larger than patches and gradient together, input and gradient are kept instead: norms are computed from
 inner products of patches, and sums by the ordinary backward.
@@ -24,12 +25,14 @@ from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scaled
-from samplewise.engine.grads.matrix_kernels import bmm
+from samplewise.engine.grads.matrix_kernels import bmm, is_plain
 from samplewise.engine.graph import Node, scalar
 from samplewise.engine.rules.use import Use, summed
 
 # Convolution kernels compute this many input channels at a time: with fewer, the product of patches is faster.
 CHANNEL_BLOCK = 8
+# Number of positions above which the product of patches is faster in any case: long sums suit it.
+MANY_POSITIONS = 2048
 # Rows of up to this many times the size of patches and gradient are kept: they give norms and sum faster.
 ROWS_PAY = 1.75
 # Maximum number of elements in the temporaries of a chunk of samples.
@@ -118,9 +121,15 @@ class ConvolutionGrad(PerSampleGrad):
         """Rows in several tensors, so that the temporaries of each stay below CHUNK elements."""
         channels = self.shape[1]
         suits_patches = channels < CHANNEL_BLOCK or self.patch == channels
-        by_patches = suits_patches and self.settings.has_plain_patches
-        make = self._rows_by_patches if by_patches else self._rows_by_groups
-        one = self.positions * self.patch if by_patches else self.x[0].numel() + self.width
+        if self._suits_strips:
+            make = self._rows_by_strips
+            one = self.shape[2] * self.x[0].numel() // self.settings.stride[0] + self.g[0].numel()
+        elif suits_patches and self.settings.has_plain_patches:
+            make = self._rows_by_patches
+            one = self.positions * self.patch
+        else:
+            make = self._rows_by_groups
+            one = self.x[0].numel() + self.width
         return [make(at, end) for at, end in self._spans(start, stop, one)]
 
     def _spans(self, start: int, stop: int, one: int) -> list[tuple[int, int]]:
@@ -153,6 +162,32 @@ class ConvolutionGrad(PerSampleGrad):
             groups * multiple,
             [False, True, False],
         )[1]
+
+    @property
+    def _suits_strips(self) -> bool:
+        """True if input channels and the first dimension of the kernel together fill the registers of oneDNN's kernels:
+        one block of them, or two.
+        """
+        o, i, first, *rest = self.shape
+        if i >= CHANNEL_BLOCK or not CHANNEL_BLOCK <= i * first <= 2 * CHANNEL_BLOCK or math.prod(rest) == 1:
+            return False
+        # A gradient in another layout is copied, which takes longer than patches of fewer elements.
+        suits_layout = self.g.is_contiguous() or self.patch > o
+        suits_size = self.positions <= MANY_POSITIONS
+        return suits_size and suits_layout and self.settings.has_plain_patches and is_plain(self.x)
+
+    def _rows_by_strips(self, start: int, stop: int) -> Tensor:
+        """As `_rows_by_groups`, with the first dimension of the kernel as channels, filled up to whole blocks."""
+        o, i, first, *rest = self.shape
+        x = self.x[start:stop]
+        stride = (1, *self.settings.stride[1:])
+        dilation = (1, *self.settings.dilation[1:])
+        settings = self.settings._replace(stride=stride, padding=(0,) * len(stride), dilation=dilation)
+        strips = _windows(x.flatten(0, 1), (first,), self.settings, False).movedim(-1, 2).flatten(1, 2)
+        strips = F.pad(strips, [0, 0] * len(stride) + [0, -i * first % CHANNEL_BLOCK])
+        weight = self.weight.new_empty(o, strips.shape[1], 1, *rest)
+        grad = ConvolutionGrad(strips.unflatten(0, x.shape[:2]), self.g[start:stop], weight, settings)
+        return grad._rows_by_groups(0, stop - start)[:, :, : i * first].reshape(-1, *self.shape)
 
     def _rows_by_patches(self, start: int, stop: int) -> Tensor:
         left = self._by_position(self.g[start:stop]).transpose(1, 2)
