@@ -49,7 +49,7 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     sw.Privacy(epsilon=3.0, delta=1e-5, updates=9, sample_rate=0.1, clip=1.0, accountant="prv")  # wrong
     sw.Trainer(step).fit(losses, epoch=3)  # wrong
     sw.Trainer(step).fit([losses], epochs="2ep")  # wrong
-    sw.Trainer(step, log_every=50)  # wrong
+    sw.Trainer(step, log_every=0.5)  # wrong
     sw.Trainer(step, save="some")  # wrong
     sw.Trainer(step, metrics={"loss": 3})  # wrong
     sw.callbacks.ModelCheckpoint(mode="low")  # wrong
