@@ -84,6 +84,8 @@ assert "torch" not in sys.modules
 assert set(samplewise.__all__) < set(dir(samplewise))
 assert not hasattr(samplewise, "__wrapped__")  # of inspect; does not import torch
 assert "torch" not in sys.modules
+samplewise.gradients
+assert not any(f"samplewise.{name}" in sys.modules for name in ("step", "loop", "attribution", "privacy", "ledger"))
 import samplewise.check
 before = samplewise.check
 from samplewise import *
@@ -93,6 +95,7 @@ assert samplewise.callbacks is callbacks is samplewise.loop.callbacks
 assert samplewise.loggers is loggers is samplewise.loop.loggers
 assert samplewise.attribution.trak is trak
 assert samplewise.parallel is parallel and callable(parallel.fsdp) and callable(parallel.join)
+import samplewise.exports
 assert sorted(name for name in vars(samplewise.exports) if not name.startswith("_")) == samplewise.__all__
 try:
     samplewise.Steps

@@ -78,4 +78,4 @@ __all__ = [
 if TYPE_CHECKING:
     from samplewise.exports import *
 else:
-    _import_at_first_use(__name__, "samplewise.exports")
+    _import_at_first_use(__name__, "exports.py")

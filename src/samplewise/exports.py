@@ -1,4 +1,4 @@
-"""Public names of samplewise, imported from the modules that define them; `samplewise.__all__` lists them."""
+"""Public names of samplewise and the modules that define them. Each is imported at its first use."""
 
 from samplewise import attribution as attribution
 from samplewise import diagnostics as diagnostics

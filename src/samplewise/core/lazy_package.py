@@ -1,28 +1,45 @@
-"""Public names of a package that are imported at the first use of one of them.
+"""Public names of a package that are imported at their first use.
 
 Torch takes seconds to import, and importing any module of samplewise runs the `__init__.py` of the package. So that the
-command line can print its help and errors and complete words at once, `import samplewise` alone does not import torch.
+command line can print its help and errors and complete words at once, `import samplewise` alone does not import torch;
+and what a script does not use is not imported.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import cache
 from importlib import import_module
+from pkgutil import get_data
 from types import ModuleType
 from typing import Any
 
 
 def import_at_first_use(package: str, exports: str) -> None:
-    """Let a package import the names in its `__all__` from the module `exports` when an attribute is missing."""
+    """Let a package import a name in its `__all__` when it is used first. The file `exports`, which only type checkers
+    import, has a line `from module import name as name` for each of them.
+    """
+
+    @cache
+    def modules() -> dict[str, str]:
+        source = (get_data(package, exports) or b"").decode()
+        lines = re.findall(r"^from (\S+) import (\w+) as \w+\s*$", source, re.MULTILINE)
+        return {name: module for module, name in lines}
 
     class LazyPackage(ModuleType):
         def __getattr__(self, name: str) -> Any:
-            # Tools such as inspect look for special names, which need no import.
-            if name.startswith("__") or self.__all__[0] in vars(self):
+            # Tools such as inspect look for special names, which are in no file.
+            module = None if name.startswith("__") else modules().get(name)
+            if module is None:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
-            module = import_module(exports)
-            vars(self).update({public: getattr(module, public) for public in self.__all__})
-            return getattr(self, name)
+            parent = None if module == package else import_module(module)
+            if parent is not None and hasattr(parent, name):
+                value = getattr(parent, name)
+            else:  # a module
+                value = import_module(f"{module}.{name}")
+            vars(self)[name] = value
+            return value
 
         def __dir__(self) -> list[str]:
             return sorted({*vars(self), *self.__all__})
