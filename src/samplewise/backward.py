@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from samplewise.core.modes import check_modes
 from samplewise.core.text import plural
+from samplewise.engine.arguments import Parameters, check_is_tensor
 from samplewise.engine.backward import without_grads
-from samplewise.engine.checks import Parameters, check_is_tensor
+from samplewise.engine.deferred_checks import collected_in
 from samplewise.engine.gradients import (
     Gradients,
     WantedParameters,
@@ -26,7 +27,6 @@ from samplewise.engine.gradients import (
     wanted_parameters,
 )
 from samplewise.engine.outputs import Outputs
-from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
     DistributedError,
     LossesError,

@@ -25,7 +25,7 @@ from samplewise.core.losses import (
     why_not_alone,
 )
 from samplewise.core.text import listed, plural, render
-from samplewise.engine.checks import check_model, named_parameters
+from samplewise.engine.arguments import check_model, named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError

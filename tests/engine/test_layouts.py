@@ -7,12 +7,12 @@ from daily import daily
 from torch import nn
 from zoo import CASES
 
-from samplewise.engine.cut import find_cut
-from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.independence import Constants
-from samplewise.engine.layouts import SampleDim, inner_at, locate
-from samplewise.engine.ownership import owners
-from samplewise.engine.probe import MIXED, probe
+from samplewise.engine.graph.graph import Edge, Graph
+from samplewise.engine.ownership.cut import find_cut
+from samplewise.engine.ownership.independence import Constants
+from samplewise.engine.ownership.layouts import SampleDim, inner_at, locate
+from samplewise.engine.ownership.ownership import owners
+from samplewise.engine.ownership.probe import MIXED, probe
 from samplewise.testing.case import Net, noise
 from samplewise.testing.oracle import wanted
 
@@ -61,7 +61,7 @@ ORDINARY = {
 def test_ordinary_models_need_no_probe_after_the_first_steps(name, monkeypatch):
     model, x = ORDINARY[name]
     model = model.to(x.dtype)
-    monkeypatch.setattr("samplewise.engine.cut.probe", None)
+    monkeypatch.setattr("samplewise.engine.ownership.cut.probe", None)
     for step in range(3):  # the first graph is verified again if hooks were registered before
         out = model(x)
         dim = 1 if name == "sequence first" else 0
@@ -69,7 +69,9 @@ def test_ordinary_models_need_no_probe_after_the_first_steps(name, monkeypatch):
         cut = find_cut(Graph(losses, wanted(model)), Constants([]), "refuse")
         assert cut.proven
         if step:
-            monkeypatch.setattr("samplewise.engine.verify.backward_past", None)  # from now on no pass may be needed
+            monkeypatch.setattr(
+                "samplewise.engine.ownership.verify.backward_past", None
+            )  # from now on no pass may be needed
 
 
 def test_a_slice_that_keeps_all_samples_is_proven():
@@ -90,7 +92,7 @@ def test_cross_entropy_of_tokens_is_proven():
 
 def test_a_wrong_proof_is_overruled(monkeypatch):
     """Should an operation ever be listed wrongly, the first step finds out and the tags are probed."""
-    from samplewise.engine import layouts
+    from samplewise.engine.ownership import layouts
 
     monkeypatch.setitem(layouts.MOVERS, "Flip", layouts.elementwise)
     model = nn.Linear(6, 3).double()

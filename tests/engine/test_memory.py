@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.engine.saved import HOOKS_ARE_VISIBLE
+from samplewise.engine.graph.saved import HOOKS_ARE_VISIBLE
 from samplewise.testing.case import noise
 
 SAMPLES = 64

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from daily import every
 from torch import nn
 
-from samplewise.engine.graph import Graph
-from samplewise.engine.layouts import MOVERS, VIEWS
-from samplewise.engine.ownership import owners
-from samplewise.engine.probe import MIXED, probe
+from samplewise.engine.graph.graph import Graph
+from samplewise.engine.ownership.layouts import MOVERS, VIEWS
+from samplewise.engine.ownership.ownership import owners
+from samplewise.engine.ownership.probe import MIXED, probe
 
 B = 3  # samples, tokens, channels, features: all the same
 

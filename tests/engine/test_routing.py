@@ -9,14 +9,14 @@ from daily import daily
 from everyday_zoo import Sizes, build
 from torch import nn
 
-from samplewise.engine.cut import find_cut
-from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.independence import Constants
-from samplewise.engine.indexing import read_owners
-from samplewise.engine.local_probe import _NodePasses
-from samplewise.engine.ownership import owners
-from samplewise.engine.probe import MIXED, probe_passes
-from samplewise.engine.tags import Regular
+from samplewise.engine.graph.graph import Edge, Graph
+from samplewise.engine.ownership.cut import find_cut
+from samplewise.engine.ownership.independence import Constants
+from samplewise.engine.ownership.indexing import read_owners
+from samplewise.engine.ownership.local_probe import _NodePasses
+from samplewise.engine.ownership.owner_map import Regular
+from samplewise.engine.ownership.ownership import owners
+from samplewise.engine.ownership.probe import MIXED, probe_passes
 from samplewise.testing.case import default_dtype
 from samplewise.testing.oracle import wanted
 

@@ -28,7 +28,7 @@ from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import RandomState
-from samplewise.engine.checks import wide_dtype
+from samplewise.engine.arguments import wide_dtype
 from samplewise.engine.gradients import factored_forms, wanted_parameters
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad

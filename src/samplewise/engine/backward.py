@@ -6,7 +6,7 @@ from an edge to the parameters below it. `backward_to_leaves` passes the gradien
 one.
 
 A callback may return a function that returns the gradients of the node's operands. `backward_past` then continues
-from them and does not run the node, if the pass can be divided there: see `parts`.
+from them and does not run the node, if the pass can be divided there: see `backward_segments`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node
-from samplewise.engine.parts import Part, divided
-from samplewise.engine.registered_hooks import have_hooks, may_have_hooks, removed_afterwards
-from samplewise.engine.structure import Reach, once
+from samplewise.engine.backward_segments import Part, divided
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
+from samplewise.engine.graph.hook_registry import have_hooks, may_have_hooks, removed_afterwards
+from samplewise.engine.graph.structure import Reach, once
 
 OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
 Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]

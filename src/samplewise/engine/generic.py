@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from samplewise.core.memory import is_out_of_memory
+from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import pull_back
-from samplewise.engine.checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel, operation
-from samplewise.engine.linearity import is_additive, largest
-from samplewise.engine.rules.use import HALF_PRECISION, Use, accumulable, summed
-from samplewise.engine.saved import block_of, run_in_backward
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel, operation
+from samplewise.engine.graph.saved import block_of, run_in_backward
+from samplewise.engine.ownership.linearity import is_additive, largest
+from samplewise.engine.rules.rule_input import HALF_PRECISION, Use, accumulable, summed
 
 FEW = 4  # torch.vmap takes longer than this number of calls
 Verdicts = dict[object, bool]  # whether a faster computation gives the same values, for all graphs of one structure

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.text import listed, plural, render
-from samplewise.engine.backward import accumulate_grad, notifying
-from samplewise.engine.checks import (
+from samplewise.engine.arguments import (
     Parameters,
     Weights,
     check_attached,
@@ -24,16 +23,17 @@ from samplewise.engine.checks import (
     named_parameters,
     weights_by_name,
 )
+from samplewise.engine.backward import accumulate_grad, notifying
+from samplewise.engine.deferred_checks import PendingChecks, collecting
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Graph, graph_alive
-from samplewise.engine.norms import Norms
+from samplewise.engine.graph.graph import Graph, graph_alive
+from samplewise.engine.graph.saved import free_saved
 from samplewise.engine.outputs import Outputs, parts_of_loss
-from samplewise.engine.pending_checks import PendingChecks, collecting
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.profile import Profile, profile
 from samplewise.engine.projection import Projection
-from samplewise.engine.saved import free_saved
+from samplewise.engine.quantities import Norms
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError

@@ -28,21 +28,21 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from samplewise.core.tensor_bytes import have_same_bytes
 from samplewise.engine.backward import Stops
 from samplewise.engine.generic import as_gradient
-from samplewise.engine.graph import EdgeKey, Graph, Node
-from samplewise.engine.local_probe import follows
-from samplewise.engine.ownership import is_identity
-from samplewise.engine.plan import Plan
-from samplewise.engine.registered_hooks import (
+from samplewise.engine.graph.graph import EdgeKey, Graph, Node
+from samplewise.engine.graph.hook_registry import (
     NO_HOOKS,
     HookPlaces,
     foreign_hooks,
     hook_places,
     removed_afterwards,
 )
-from samplewise.engine.saved import run_in_backward
-from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, is_float16
-from samplewise.engine.tags import Tag
-from samplewise.engine.verify import has_verified_hooks
+from samplewise.engine.graph.saved import run_in_backward
+from samplewise.engine.ownership.local_probe import follows
+from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, is_float16
+from samplewise.engine.ownership.owner_map import Tag
+from samplewise.engine.ownership.ownership import is_identity
+from samplewise.engine.ownership.verify import has_verified_hooks
+from samplewise.engine.plan import Plan
 
 
 def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:

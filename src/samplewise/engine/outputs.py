@@ -15,11 +15,19 @@ from torch import Tensor
 from torch.nn.parallel import distributed as ddp
 
 from samplewise.core.text import plural
-from samplewise.engine.checks import is_traced, wide_dtype
+from samplewise.engine.arguments import is_traced, wide_dtype
+from samplewise.engine.deferred_checks import read_at_once
 from samplewise.engine.generic import as_gradient
-from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, is_python_function, operation
-from samplewise.engine.pending_checks import read_at_once
-from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
+from samplewise.engine.graph.graph import (
+    Edge,
+    Node,
+    edge_of,
+    graph_alive,
+    is_accumulate_grad,
+    is_python_function,
+    operation,
+)
+from samplewise.engine.graph.hook_registry import foreign_hooks, removed_afterwards
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]

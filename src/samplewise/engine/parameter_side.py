@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.engine import layouts
+from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import pull_back
-from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.exponential import exponential
@@ -24,10 +23,11 @@ from samplewise.engine.grads.indexed import VIEWS, as_blocks, re_indexed
 from samplewise.engine.grads.normalized import normalized
 from samplewise.engine.grads.scaled import scaled
 from samplewise.engine.grads.stacked import StackedGrad
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, operation, scalar
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, operation, scalar
+from samplewise.engine.graph.saved import Saved, saved_tensor_names
+from samplewise.engine.ownership import layouts
 from samplewise.engine.rules.embedding import looked_up
-from samplewise.engine.rules.use import accumulable
-from samplewise.engine.saved import Saved, saved_tensor_names
+from samplewise.engine.rules.rule_input import accumulable
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
 

@@ -19,19 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import OperandGradients, Stops, stops_at
-from samplewise.engine.checks import is_traced
-from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.bundled import SMALL, bundled
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS
+from samplewise.engine.grads.packed import SMALL, bundled
 from samplewise.engine.grads.stacked import StackedGrad
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
-from samplewise.engine.independence import Constants, may_refuse, refuse_batch_norm, refuse_broadcast, sample_data
-from samplewise.engine.local_probe import Claim, hold
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
+from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
+from samplewise.engine.graph.saved import SavedTensorReader, Versions
+from samplewise.engine.graph.structure import once
+from samplewise.engine.ownership.cut import Cut, find_cut, probed_cut
+from samplewise.engine.ownership.independence import (
+    Constants,
+    may_refuse,
+    refuse_batch_norm,
+    refuse_broadcast,
+    sample_data,
+)
+from samplewise.engine.ownership.local_probe import Claim, hold
+from samplewise.engine.ownership.owner_map import Regular, Tag
+from samplewise.engine.ownership.verify import verify_again
 from samplewise.engine.parameter_side import (
     NO_DESCENT,
     Descent,
@@ -43,14 +54,9 @@ from samplewise.engine.parameter_side import (
     paths_to_leaves,
     reads_of,
 )
-from samplewise.engine.registered_hooks import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
-from samplewise.engine.rules.use import Operand
-from samplewise.engine.saved import SavedTensorReader, Versions
+from samplewise.engine.rules.rule_input import Operand
 from samplewise.engine.slow_paths import place_of, warn_if_slow
-from samplewise.engine.structure import once
-from samplewise.engine.tags import Regular, Tag
-from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
 from samplewise.parallel.sharded_parameters import unsharded
 

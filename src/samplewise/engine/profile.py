@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves
+from samplewise.engine.deferred_checks import PendingChecks
 from samplewise.engine.generic import supports_batches
 from samplewise.engine.grads.indexed import VIEWS
-from samplewise.engine.graph import Graph
-from samplewise.engine.norms import Norms
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.graph.graph import Graph
+from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.plan import GradBuilder, Plan, Planner
-from samplewise.engine.registered_hooks import leave_out_forward_hooks, may_have_hooks
+from samplewise.engine.quantities import Norms
 from samplewise.engine.slow_paths import SlowPath, slow_paths_collected
 from samplewise.engine.strategies import BackwardStrategy, GradStrategy, LoopStrategy, QuantityEvaluator, RowsStrategy
 from samplewise.errors import NonFiniteGradientError

@@ -25,22 +25,22 @@ from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseco
 
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.text import plural
+from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
-from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Edge, Graph, raise_graph_error
+from samplewise.engine.graph.graph import Edge, Graph, raise_graph_error
+from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
+from samplewise.engine.graph.saved import Versions
 from samplewise.engine.hook_checks import HookChecks, hook_checks
-from samplewise.engine.hooks import refuse_hooks_below_cut
-from samplewise.engine.linearity import NotLinearError, Tolerance, largest, nonlinear_operation
-from samplewise.engine.local_probe import FunctionChecks
+from samplewise.engine.hook_refusal import refuse_hooks_below_cut
+from samplewise.engine.ownership.linearity import NotLinearError, Tolerance, largest, nonlinear_operation
+from samplewise.engine.ownership.local_probe import FunctionChecks
+from samplewise.engine.ownership.masked_passes import is_deterministic
+from samplewise.engine.ownership.verify import follows_weights
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import jacobian_rows
-from samplewise.engine.registered_hooks import hook_places, may_have_hooks
-from samplewise.engine.saved import Versions
-from samplewise.engine.separation import is_deterministic
 from samplewise.engine.slow_paths import warn_if_slow
-from samplewise.engine.verify import follows_weights
 from samplewise.errors import GraphError
 from samplewise.parallel.sharded_parameters import unsharded
 

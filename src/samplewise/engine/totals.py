@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import wide_dtype
-from samplewise.engine.graph import Graph
+from samplewise.engine.arguments import wide_dtype
+from samplewise.engine.graph.graph import Graph
 
 
 def zeros(graph: Graph, *more: int) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import checksum
-from samplewise.engine.checks import all_finite
+from samplewise.engine.arguments import all_finite
+from samplewise.engine.deferred_checks import collecting
 from samplewise.engine.gradients import Gradients, require_linear
-from samplewise.engine.pending_checks import collecting
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.nonfinite import problem_of_losses

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import Buffers
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.deferred_checks import PendingChecks
 from samplewise.errors import ParameterError, SamplewiseError
 from samplewise.parallel.group import current_group
 from samplewise.step.amp import MixedPrecision

@@ -18,8 +18,9 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.text import plural
+from samplewise.engine.arguments import check_attached
 from samplewise.engine.backward import accumulate_sum, notifying
-from samplewise.engine.checks import check_attached
+from samplewise.engine.deferred_checks import collecting
 from samplewise.engine.gradients import (
     Gradients,
     accumulate,
@@ -30,8 +31,7 @@ from samplewise.engine.gradients import (
     track_terms,
     with_larger_terms,
 )
-from samplewise.engine.pending_checks import collecting
-from samplewise.engine.registered_hooks import note_hooks
+from samplewise.engine.graph.hook_registry import note_hooks
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision

@@ -7,7 +7,7 @@ from math import inf
 
 from torch import Tensor
 
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.deferred_checks import PendingChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, SamplewiseError
 from samplewise.transforms.stats import SampleStats, cat, denominator
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import cut, length
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.deferred_checks import PendingChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
 from samplewise.step.batch_layouts import BatchLayouts

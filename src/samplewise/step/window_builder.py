@@ -13,7 +13,7 @@ from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.modes import check_modes
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
-from samplewise.engine.pending_checks import collected_in
+from samplewise.engine.deferred_checks import collected_in
 from samplewise.errors import (
     BatchError,
     LoaderStopped,

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from samplewise.engine.checks import named_parameters
+from samplewise.engine.arguments import named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.grads.base import total
 from samplewise.engine.reference import jacobian_rows

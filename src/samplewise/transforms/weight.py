@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplewise.core.batches import pick
 from samplewise.core.host_copy import copy_to_device
-from samplewise.engine.pending_checks import collecting, read_at_once
+from samplewise.engine.deferred_checks import collecting, read_at_once
 from samplewise.errors import TransformError
 from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import NEEDS, SampleTransform, function_name

@@ -1,7 +1,7 @@
 """Interface of the representations of one parameter's per-sample gradients.
 
     DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors (`dense`)
-    BundledGrad    rows of a small parameter, in one matrix with those of other parameters (`bundled`)
+    BundledGrad    rows of a small parameter, in one matrix with those of other parameters (`packed`)
     FactoredGrad   factors of outer products (`factored`)
     IndexedGrad    rows of an operand that was viewed before use (`indexed`)
     SummedGrad     sum of several representations, for a parameter with several uses

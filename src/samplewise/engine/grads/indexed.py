@@ -16,7 +16,7 @@ from samplewise.engine.backward import pull_back
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, term_norms, total
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.engine.graph import Edge
+from samplewise.engine.graph.graph import Edge
 
 VIEWS = {
     *"T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Alias Clone ToCopy".split(),

@@ -26,8 +26,8 @@ from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scaled
 from samplewise.engine.grads.matrix_kernels import bmm, is_plain
-from samplewise.engine.graph import Node, scalar
-from samplewise.engine.rules.use import Use, summed
+from samplewise.engine.graph.graph import Node, scalar
+from samplewise.engine.rules.rule_input import Use, summed
 
 # Convolution kernels compute this many input channels at a time: with fewer, the product of patches is faster.
 CHANNEL_BLOCK = 8

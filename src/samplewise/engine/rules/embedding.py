@@ -7,8 +7,8 @@ from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
-from samplewise.engine.graph import Node, scalar
-from samplewise.engine.rules.use import Use
+from samplewise.engine.graph.graph import Node, scalar
+from samplewise.engine.rules.rule_input import Use
 
 
 def table(use: Use) -> PerSampleGrad | None:

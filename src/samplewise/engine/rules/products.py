@@ -13,8 +13,8 @@ from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.grads.stacked import StackedGrad
-from samplewise.engine.rules.use import Use, summed
-from samplewise.engine.tags import Irregular, RowGather
+from samplewise.engine.ownership.owner_map import Irregular, RowGather
+from samplewise.engine.rules.rule_input import Use, summed
 
 
 def right_operand(use: Use, left: str, scale: float = 1) -> PerSampleGrad | None:

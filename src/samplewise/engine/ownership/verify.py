@@ -5,7 +5,7 @@ powers of two that differ between any two samples in at least one pass. Scaling 
 of absolute values over the block of a sample must be multiplied by exactly the power of that sample.
 
 Where sums are not deterministic, as on GPUs, this holds up to rounding. There some samples have weight 0 in each pass,
-and their blocks must be exactly 0: see `separation`.
+and their blocks must be exactly 0: see `masked_passes`.
 
 Blocks that are zero or non-finite verify nothing. An edge at which fewer than two samples had a non-zero, finite block
 stays *pending*, and is verified again when a later pass has a non-zero gradient there. While a gradient is zero, any
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
-from samplewise.engine.graph import Edge, EdgeKey, Graph, numel
-from samplewise.engine.linearity import check_linear
-from samplewise.engine.registered_hooks import hook_places, may_have_hooks
-from samplewise.engine.separation import (
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, numel
+from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
+from samplewise.engine.ownership.linearity import check_linear
+from samplewise.engine.ownership.masked_passes import (
     REPEATS,
     WIDE,
     distinct_powers,
@@ -34,7 +34,7 @@ from samplewise.engine.separation import (
     switched_weights,
     switches,
 )
-from samplewise.engine.tags import Tag
+from samplewise.engine.ownership.owner_map import Tag
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
 FEW = 32  # up to this number of samples, each is seen alone where the first hooks of a graph structure are verified

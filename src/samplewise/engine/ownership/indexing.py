@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from samplewise.engine.graph import Edge, Graph, Node, scalar
-from samplewise.engine.probe import MIXED, NO_OWNER
-from samplewise.engine.saved import block_of
-from samplewise.engine.tags import Tag, along, rows_of, sole_owner
+from samplewise.engine.graph.graph import Edge, Graph, Node, scalar
+from samplewise.engine.graph.saved import block_of
+from samplewise.engine.ownership.owner_map import Tag, along, rows_of, sole_owner
+from samplewise.engine.ownership.probe import MIXED, NO_OWNER
 
 
 def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tensor] | None:

@@ -14,18 +14,18 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import backward_past, backward_to_leaves
-from samplewise.engine.checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad, term_norms
 from samplewise.engine.grads.by_rows import random_signs
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.indexed import VIEWS
-from samplewise.engine.graph import Edge, EdgeKey, Graph
-from samplewise.engine.linearity import NotLinearError, Tolerance, nonlinear_operation
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph
+from samplewise.engine.graph.hook_registry import have_hooks, hook_places
+from samplewise.engine.ownership.linearity import NotLinearError, Tolerance, nonlinear_operation
+from samplewise.engine.ownership.masked_passes import is_deterministic, random_powers
 from samplewise.engine.plan import GradBuilder, Plan
-from samplewise.engine.registered_hooks import have_hooks, hook_places
-from samplewise.engine.separation import is_deterministic, random_powers
 from samplewise.errors import GraphError
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state

@@ -12,12 +12,12 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import are_at_most_one, are_ordinary_norms, faint_limit, finite_numbers, wide_dtype
+from samplewise.engine.arguments import are_at_most_one, are_ordinary_norms, faint_limit, finite_numbers, wide_dtype
+from samplewise.engine.deferred_checks import PendingChecks, read_at_once
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.bundled import BundledGrad
 from samplewise.engine.grads.by_rows import root
-from samplewise.engine.pending_checks import PendingChecks, read_at_once
+from samplewise.engine.grads.packed import BundledGrad
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samplewise.engine.graph import FUSED_ATTENTION, Node, numel, scalar
+from samplewise.engine.graph.graph import FUSED_ATTENTION, Node, numel, scalar
 
 Shape = tuple[int, ...]
 

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Edge, numel
-from samplewise.engine.layouts import MOST_PLACES, RowOwners, SampleDim, inner_at, locate
+from samplewise.engine.arguments import is_traced
+from samplewise.engine.graph.graph import Edge, numel
+from samplewise.engine.ownership.layouts import MOST_PLACES, RowOwners, SampleDim, inner_at, locate
 
 
 class RowGather(Protocol):

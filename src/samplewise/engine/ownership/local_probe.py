@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.generic import as_gradient, call
-from samplewise.engine.graph import Edge, Graph, Node, is_python_function
-from samplewise.engine.indexing import read_owners
-from samplewise.engine.linearity import NotLinearError
-from samplewise.engine.probe import MIXED, Codes, codes_for, probe_passes
-from samplewise.engine.registered_hooks import removed_afterwards
-from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, switches
-from samplewise.engine.tags import Irregular, Tag, allows, distinct, tag_of
+from samplewise.engine.graph.graph import Edge, Graph, Node, is_python_function
+from samplewise.engine.graph.hook_registry import removed_afterwards
+from samplewise.engine.ownership.indexing import read_owners
+from samplewise.engine.ownership.linearity import NotLinearError
+from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, switches
+from samplewise.engine.ownership.owner_map import Irregular, Tag, allows, distinct, tag_of
+from samplewise.engine.ownership.probe import MIXED, Codes, codes_for, probe_passes
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 

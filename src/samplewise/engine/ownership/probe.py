@@ -36,9 +36,15 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.backward import gradients_at
-from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.linearity import NotLinearError, Tolerance, check_linear, may_be_nonlinear, nonlinear_operation
-from samplewise.engine.separation import (
+from samplewise.engine.graph.graph import Edge, Graph
+from samplewise.engine.ownership.linearity import (
+    NotLinearError,
+    Tolerance,
+    check_linear,
+    may_be_nonlinear,
+    nonlinear_operation,
+)
+from samplewise.engine.ownership.masked_passes import (
     REPEATS,
     is_deterministic,
     passes_needed,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
-from samplewise.engine.structure import Reach
+from samplewise.engine.graph.structure import Reach
 
 
 class Part(NamedTuple):

@@ -13,10 +13,10 @@ from torch import Tensor
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Edge, Node
-from samplewise.engine.layouts import locate
-from samplewise.engine.saved import Saved
-from samplewise.engine.tags import Irregular, Regular, RowGather, Tag, permuted
+from samplewise.engine.graph.graph import Edge, Node
+from samplewise.engine.graph.saved import Saved
+from samplewise.engine.ownership.layouts import locate
+from samplewise.engine.ownership.owner_map import Irregular, Regular, RowGather, Tag, permuted
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import is_traced
+from samplewise.engine.arguments import is_traced
 
 
 def read_at_once(tensor: Tensor) -> bool:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel import distributed as ddp
 
-from samplewise.engine.graph import EdgeKey, Graph, Node, is_python_function, numel
-from samplewise.engine.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
-from samplewise.engine.local_probe import COPYING, Claim, probe_node
-from samplewise.engine.probe import NO_OWNER
-from samplewise.engine.saved import block_of, saved_tensor_names
-from samplewise.engine.tags import Irregular, Regular, Tag, merged, owned_by, sole_owner, tag_at
+from samplewise.engine.graph.graph import EdgeKey, Graph, Node, is_python_function, numel
+from samplewise.engine.graph.saved import block_of, saved_tensor_names
+from samplewise.engine.ownership.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
+from samplewise.engine.ownership.local_probe import COPYING, Claim, probe_node
+from samplewise.engine.ownership.owner_map import Irregular, Regular, Tag, merged, owned_by, sole_owner, tag_at
+from samplewise.engine.ownership.probe import NO_OWNER
 
 
 @dataclass

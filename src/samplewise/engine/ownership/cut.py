@@ -14,22 +14,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node
-from samplewise.engine.independence import (
+from samplewise.engine.arguments import is_traced
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
+from samplewise.engine.graph.structure import once
+from samplewise.engine.ownership.independence import (
     Constants,
     data_entries,
     may_refuse,
     refuse_sample_data,
     sample_data,
 )
-from samplewise.engine.linearity import NotLinearError, check_linear
-from samplewise.engine.local_probe import Claim
-from samplewise.engine.ownership import is_plain, owners, views_of_leaves
-from samplewise.engine.probe import MIXED, probe
-from samplewise.engine.structure import once
-from samplewise.engine.tags import Tag, sequences_of, tag_of
-from samplewise.engine.verify import verify
+from samplewise.engine.ownership.linearity import NotLinearError, check_linear
+from samplewise.engine.ownership.local_probe import Claim
+from samplewise.engine.ownership.owner_map import Tag, sequences_of, tag_of
+from samplewise.engine.ownership.ownership import is_plain, owners, views_of_leaves
+from samplewise.engine.ownership.probe import MIXED, probe
+from samplewise.engine.ownership.verify import verify
 from samplewise.errors import GraphError, NonFiniteGradientError
 
 
