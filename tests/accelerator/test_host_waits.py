@@ -10,8 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import samplewise as sw
-from samplewise.engine.arguments import finite_tensors
-from samplewise.engine.deferred_checks import PendingChecks, all_finite_flag
+from samplewise.engine.deferred_checks import PendingChecks, all_finite_flag, finite_tensors
 
 DEVICE = "sim"
 B = 4

@@ -2,7 +2,7 @@
 
 Data flows in this order:
 
-    losses ─ arguments   validation of arguments and results; deferred_checks: read later on an accelerator
+    losses ─ arguments   validation of arguments; deferred_checks: of values, which are read later on an accelerator
            ─ graph/      nodes between the losses and the parameters (graph), with the graph structure as a key
                          (structure), the tensors that they saved (saved) and hooks on them (hook_registry)
 
@@ -32,5 +32,6 @@ Data flows in this order:
            ─ quantities  norms and projections from these representations
            ─ gradients   `sw.gradients`: these quantities, sums, Gram matrices and rows; inputs: `sw.input_gradients`
 
-`reference` computes the same gradients with one backward pass per sample; the tests compare against it.
+`reference` computes the same gradients with one backward pass per sample; the tests compare against it. `profile` and
+`slow_paths` say where time goes.
 """

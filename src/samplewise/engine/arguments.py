@@ -1,18 +1,17 @@
-"""Validation of arguments (losses, parameters, weights, directions) and of results (finite or not)."""
+"""Validation of arguments: losses, parameters, weights, directions, rows."""
 
 from __future__ import annotations
 
-import cmath
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
+from samplewise.engine.deferred_checks import finite_losses, finite_weights
+from samplewise.errors import LossesError, ParameterError
 from samplewise.parallel.sharded_parameters import is_sharded, whole_parameters
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -127,17 +126,6 @@ def check_losses(losses: Tensor) -> None:
     finite_losses(losses)
 
 
-def finite_losses(losses: Tensor) -> None:
-    """Raise NonFiniteLossError with the first non-finite sample."""
-    if not all_finite(losses):
-        bad = (~losses.detach().isfinite()).nonzero().flatten().tolist()
-        raise NonFiniteLossError(
-            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
-            f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
-            "Inspect those samples, or leave them out of the batch."
-        )
-
-
 def check_attached(losses: Tensor) -> None:
     """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
@@ -198,16 +186,6 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
     return weights.view_as(weights) if weights.requires_grad else weights.detach()
 
 
-def finite_weights(weights: Tensor, what: str) -> None:
-    """Raise ParameterError with the first non-finite sample."""
-    if not all_finite(weights):
-        bad = int((~weights.detach().isfinite()).nonzero()[0])
-        raise ParameterError(
-            f"{what} must be finite; found {weights[bad].item()} at sample {bad}. "
-            "Check for a division by a norm that is zero."
-        )
-
-
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype for sums of values of this dtype: float32 for half precision."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -263,70 +241,3 @@ def _check_names(given: Mapping[str, object], names: list[str], what: str) -> No
     if unknown or missing:
         found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
         raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")
-
-
-LARGE = 1e30  # sums of fewer than 1e8 such values do not overflow in float32
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """True for a tensor without values: its operations are only recorded, to be compiled."""
-    return isinstance(tensor, FakeTensor)
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """True if all elements are finite, or if the tensor is traced: compiled updates check their values themselves."""
-    if isinstance(tensor, FakeTensor):
-        return True
-    # The sum is cheaper to check, but it can overflow when all elements are finite: then check the elements.
-    tensor = tensor.detach()
-    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
-
-
-def finite_numbers(numbers: Tensor, what: str) -> Tensor:
-    """Return `numbers` (b,), or raise NonFiniteGradientError with the first non-finite sample."""
-    if not all_finite(numbers):
-        bad = (~numbers.detach().isfinite()).nonzero().flatten().tolist()
-        raise _non_finite(
-            f"the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples)"
-        )
-    return numbers
-
-
-def finite_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return `tensors` (name -> tensor), or raise NonFiniteGradientError with the first non-finite parameter."""
-    for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise _non_finite(f"NaN or infinity in the gradient of {name!r}")
-    return tensors
-
-
-def _non_finite(found: str) -> NonFiniteGradientError:
-    return NonFiniteGradientError(
-        f"gradients must be finite; found {found} although every loss is finite. "
-        "Check for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
-    )
-
-
-def are_ordinary_norms(norms: Tensor) -> bool:
-    """True if all norms (b,) are large enough that no squares have underflowed, and so small that their sum cannot
-    overflow; always if traced.
-
-    One kernel and one host sync for both checks. In compiled updates a gradient too small to be squared counts as zero.
-    """
-    if isinstance(norms, FakeTensor):
-        return True
-    smallest, largest = torch.aminmax(norms.detach())  # NaN if an element is NaN
-    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < LARGE
-
-
-def are_at_most_one(weights: Tensor) -> bool:
-    """True if no weight (b,) exceeds 1 in magnitude. Causes a host sync; False if traced."""
-    if isinstance(weights, FakeTensor):
-        return False
-    smallest, largest = torch.aminmax(weights.detach())
-    return smallest.item() >= -1 and largest.item() <= 1
-
-
-def faint_limit(dtype: torch.dtype) -> float:
-    """Norm below which squares may have underflowed: 1e-150 in float64, 1e-9 otherwise."""
-    return 1e-150 if dtype is torch.float64 else 1e-9

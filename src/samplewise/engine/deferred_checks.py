@@ -1,7 +1,8 @@
-"""Finite checks of values on an accelerator, read together in one host sync. On the CPU each check is made at once."""
+"""Checks that values are finite: at once on the CPU; deferred on an accelerator, and read together in one host sync."""
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from samplewise.engine.arguments import is_traced
+from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, ParameterError
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """True for a tensor without values: its operations are only recorded, to be compiled."""
+    return isinstance(tensor, FakeTensor)
 
 
 def read_at_once(tensor: Tensor) -> bool:
@@ -103,3 +110,88 @@ def collected_in(checks: PendingChecks) -> Iterator[None]:
         yield
     finally:
         _collecting.reset(token)
+
+
+# --- checks of values, each with one host sync ------------------------------------------------------------------------
+
+LARGE = 1e30  # sums of fewer than 1e8 such values do not overflow in float32
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """True if all elements are finite, or if the tensor is traced: compiled updates check their values themselves."""
+    if isinstance(tensor, FakeTensor):
+        return True
+    # The sum is cheaper to check, but it can overflow when all elements are finite: then check the elements.
+    tensor = tensor.detach()
+    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
+
+
+def finite_losses(losses: Tensor) -> None:
+    """Raise NonFiniteLossError with the first non-finite sample."""
+    if not all_finite(losses):
+        bad = (~losses.detach().isfinite()).nonzero().flatten().tolist()
+        raise NonFiniteLossError(
+            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
+            f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
+            "Inspect those samples, or leave them out of the batch."
+        )
+
+
+def finite_weights(weights: Tensor, what: str) -> None:
+    """Raise ParameterError with the first non-finite sample."""
+    if not all_finite(weights):
+        bad = int((~weights.detach().isfinite()).nonzero()[0])
+        raise ParameterError(
+            f"{what} must be finite; found {weights[bad].item()} at sample {bad}. "
+            "Check for a division by a norm that is zero."
+        )
+
+
+def finite_numbers(numbers: Tensor, what: str) -> Tensor:
+    """Return `numbers` (b,), or raise NonFiniteGradientError with the first non-finite sample."""
+    if not all_finite(numbers):
+        bad = (~numbers.detach().isfinite()).nonzero().flatten().tolist()
+        raise _non_finite(
+            f"the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples)"
+        )
+    return numbers
+
+
+def finite_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return `tensors` (name -> tensor), or raise NonFiniteGradientError with the first non-finite parameter."""
+    for name, tensor in tensors.items():
+        if not all_finite(tensor):
+            raise _non_finite(f"NaN or infinity in the gradient of {name!r}")
+    return tensors
+
+
+def _non_finite(found: str) -> NonFiniteGradientError:
+    return NonFiniteGradientError(
+        f"gradients must be finite; found {found} although every loss is finite. "
+        "Check for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
+    )
+
+
+def are_ordinary_norms(norms: Tensor) -> bool:
+    """True if all norms (b,) are large enough that no squares have underflowed, and so small that their sum cannot
+    overflow; always if traced.
+
+    One kernel and one host sync for both checks. In compiled updates a gradient too small to be squared counts as zero.
+    """
+    if isinstance(norms, FakeTensor):
+        return True
+    smallest, largest = torch.aminmax(norms.detach())  # NaN if an element is NaN
+    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < LARGE
+
+
+def are_at_most_one(weights: Tensor) -> bool:
+    """True if no weight (b,) exceeds 1 in magnitude. Causes a host sync; False if traced."""
+    if isinstance(weights, FakeTensor):
+        return False
+    smallest, largest = torch.aminmax(weights.detach())
+    return smallest.item() >= -1 and largest.item() <= 1
+
+
+def faint_limit(dtype: torch.dtype) -> float:
+    """Norm below which squares may have underflowed: 1e-150 in float64, 1e-9 otherwise."""
+    return 1e-150 if dtype is torch.float64 else 1e-9

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from samplewise.core.memory import is_out_of_memory
-from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import pull_back
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel, operation

@@ -17,14 +17,11 @@ from samplewise.engine.arguments import (
     check_direction,
     check_is_tensor,
     check_rows,
-    finite_losses,
-    finite_numbers,
-    finite_tensors,
     named_parameters,
     weights_by_name,
 )
 from samplewise.engine.backward import accumulate_grad, notifying
-from samplewise.engine.deferred_checks import PendingChecks, collecting
+from samplewise.engine.deferred_checks import PendingChecks, collecting, finite_losses, finite_numbers, finite_tensors
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Graph, graph_alive
@@ -32,10 +29,8 @@ from samplewise.engine.graph.saved import free_saved
 from samplewise.engine.outputs import Outputs, parts_of_loss
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.profile import Profile, profile
-from samplewise.engine.projection import Projection
-from samplewise.engine.quantities import Norms
+from samplewise.engine.quantities import Norms, Projection, total_of, zeros
 from samplewise.engine.strategies import QuantityEvaluator
-from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
 from samplewise.parallel.ddp import inner, refuse_replicas
 from samplewise.parallel.group import current_group

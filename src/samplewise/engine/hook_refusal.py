@@ -14,8 +14,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import backward_past, backward_to_leaves
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad, term_norms
 from samplewise.engine.grads.by_rows import random_signs

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import distributed as ddp
 
 from samplewise.core.text import plural
-from samplewise.engine.arguments import is_traced, wide_dtype
-from samplewise.engine.deferred_checks import read_at_once
+from samplewise.engine.arguments import wide_dtype
+from samplewise.engine.deferred_checks import is_traced, read_at_once
 from samplewise.engine.generic import as_gradient
 from samplewise.engine.graph.graph import (
     Edge,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import pull_back
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.exponential import exponential

@@ -25,8 +25,9 @@ from samplewise.engine.graph.graph import Graph
 from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.plan import GradBuilder, Plan, Planner
 from samplewise.engine.quantities import Norms
+from samplewise.engine.reference import LoopStrategy
 from samplewise.engine.slow_paths import SlowPath, slow_paths_collected
-from samplewise.engine.strategies import BackwardStrategy, GradStrategy, LoopStrategy, QuantityEvaluator, RowsStrategy
+from samplewise.engine.strategies import BackwardStrategy, GradStrategy, QuantityEvaluator, RowsStrategy
 from samplewise.errors import NonFiniteGradientError
 
 ROUNDS = 5  # after one that is not counted

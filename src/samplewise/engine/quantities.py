@@ -1,4 +1,5 @@
-"""Norms of per-sample gradients, also of gradients whose squares are too small for their dtype.
+"""Norms of per-sample gradients over all parameters, also of gradients whose squares are too small for their dtype;
+random projections; sums of per-sample values.
 
 On the CPU, norms are square roots of summed squares, and those that are too small are computed again from scaled rows.
 On an accelerator, which norms are too small is not known without a host sync: all of them come from scaled factors.
@@ -12,14 +13,21 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from samplewise.engine.arguments import are_at_most_one, are_ordinary_norms, faint_limit, finite_numbers, wide_dtype
-from samplewise.engine.deferred_checks import PendingChecks, read_at_once
+from samplewise.engine.arguments import wide_dtype
+from samplewise.engine.deferred_checks import (
+    PendingChecks,
+    are_at_most_one,
+    are_ordinary_norms,
+    faint_limit,
+    finite_numbers,
+    read_at_once,
+)
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import root
 from samplewise.engine.grads.packed import BundledGrad
+from samplewise.engine.graph.graph import Graph
 from samplewise.engine.strategies import QuantityEvaluator
-from samplewise.engine.totals import total_of, zeros
 
 
 class Norms:
@@ -163,3 +171,68 @@ class Norms:
             for name in may_cancel:
                 norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
         return norms
+
+
+class Projection:
+    """Projection of gradients to `dim` numbers, from a seed. Random signs are kept for the next batch.
+
+    Each parameter, viewed as a matrix G, contributes u^T G v to each dimension of its block, with random signs u and v.
+
+    blocks: name of each parameter -> slice of the dimensions that it contributes to; None: all
+    scale: name of each parameter -> tensor of its shape, by which gradients are multiplied first; None: ones
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        seed: int = 0,
+        *,
+        blocks: Mapping[str, slice] | None = None,
+        scale: Mapping[str, Tensor] | None = None,
+    ):
+        if type(dim) is not int or dim < 1:
+            raise ValueError(f"dim must be a positive integer; found {dim!r}.")
+        self.dim = dim
+        self.seed = seed
+        self.scale = scale
+        self._blocks = blocks
+        self._normalization = torch.ones(dim, dtype=torch.float64)  # 1 / sqrt(size of the block) of each dimension
+        for block in [slice(0, dim)] if blocks is None else blocks.values():
+            self._normalization[block] = len(range(*block.indices(dim))) ** -0.5
+        self._signs: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def part(self, form: PerSampleGrad, name: str, device: torch.device) -> Tensor:
+        """Contribution of a parameter to the dimensions of its block, (b, size of the block), without normalization."""
+        if (name, device) not in self._signs:
+            size = len(range(*self._block(name).indices(self.dim)))
+            self._signs[name, device] = by_rows.random_signs(name, form.shape, size, self.seed, device)
+        left, right = self._signs[name, device]
+        if self.scale is None:
+            return form.project(left, right)
+        return by_rows.project(form, left, right, self.scale[name].to(device))
+
+    def total(self, parts: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
+        """Sum (b, dim) of the contributions of the parameters, in the order of `parts`, added to zeros (b, dim)."""
+        for part in parts.values():  # complex parameters have complex projections
+            zeros = zeros.to(torch.promote_types(zeros.dtype, part.dtype))
+        for name, part in parts.items():
+            zeros[:, self._block(name)] += part
+        return zeros * self._normalization.to(zeros)
+
+    def _block(self, name: str) -> slice:
+        return slice(0, self.dim) if self._blocks is None else self._blocks[name]
+
+
+def zeros(graph: Graph, *more: int) -> Tensor:
+    """Zeros (B, *more) for sums of values like the losses."""
+    losses = graph.losses
+    return torch.zeros(graph.samples, *more, dtype=wide_dtype(losses.dtype), device=losses.device)
+
+
+def total_of(graph: Graph, parts: Mapping[str, Tensor], *more: int) -> Tensor:
+    """Sum (B, *more) of the parts, in the order of the parameters, not of the backward pass, to be bit-reproducible."""
+    result = zeros(graph, *more)
+    for name in graph.wanted:
+        if name in parts:
+            result = result + parts[name]
+    return result

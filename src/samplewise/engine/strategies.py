@@ -25,8 +25,8 @@ from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseco
 
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.text import plural
-from samplewise.engine.arguments import is_traced
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Edge, Graph, raise_graph_error
@@ -34,12 +34,12 @@ from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
 from samplewise.engine.graph.saved import Versions
 from samplewise.engine.hook_checks import HookChecks, hook_checks
 from samplewise.engine.hook_refusal import refuse_hooks_below_cut
-from samplewise.engine.ownership.linearity import NotLinearError, Tolerance, largest, nonlinear_operation
+from samplewise.engine.ownership.linearity import NotLinearError, nonlinear_operation
 from samplewise.engine.ownership.local_probe import FunctionChecks
 from samplewise.engine.ownership.masked_passes import is_deterministic
 from samplewise.engine.ownership.verify import follows_weights
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
-from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.reference import LoopStrategy
 from samplewise.engine.slow_paths import warn_if_slow
 from samplewise.errors import GraphError
 from samplewise.parallel.sharded_parameters import unsharded
@@ -440,36 +440,4 @@ class SingleSampleStrategy:
         return [
             ExplainRow(name, tuple(self.graph.wanted[name].shape), "", "one backward pass", "dense")
             for name in self.graph.leaves.values()
-        ]
-
-
-class LoopStrategy:
-    """Strategy "reference": rows from one backward pass per sample."""
-
-    def __init__(self, graph: Graph, create_graph: bool):
-        self.graph = graph
-        reached = {name: graph.wanted[name] for name in graph.leaves.values()}
-        self.rows = jacobian_rows(graph.losses, reached, create_graph)
-
-    def adds_up(self) -> bool:
-        """True if the rows add up to the gradient of the summed losses."""
-        sums: dict[str, Tensor] = {}
-        backward_to_leaves(self.graph, self.rows, torch.ones_like(self.graph.losses), sums.__setitem__)
-        limit = Tolerance(self.graph).of(largest(rows.detach() for rows in self.rows.values()))
-        return all(
-            bool(((rows.detach().sum(0) - sums[name]).abs() <= limit).all())
-            for name, rows in self.rows.items()
-            if name in sums
-        )
-
-    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        return {name: quantity(DenseGrad(rows), name) for name, rows in self.rows.items()}
-
-    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        yield from self.evaluate(quantity).items()
-
-    def explain(self) -> list[ExplainRow]:
-        return [
-            ExplainRow(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense")
-            for name, rows in self.rows.items()
         ]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import checksum
-from samplewise.engine.arguments import all_finite
-from samplewise.engine.deferred_checks import collecting
+from samplewise.engine.deferred_checks import all_finite, collecting
 from samplewise.engine.gradients import Gradients, require_linear
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.microbatch import MicrobatchSize

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.engine.arguments import all_finite
-from samplewise.engine.deferred_checks import collecting
+from samplewise.engine.deferred_checks import all_finite, collecting
 from samplewise.errors import TransformError
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.arguments import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad, term_norms, total
 from samplewise.engine.grads.by_rows import as_matrix

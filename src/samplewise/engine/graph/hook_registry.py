@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from samplewise.engine.arguments import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.graph.graph import EdgeKey, Graph, Node
 from samplewise.parallel.sharded_parameters import harmless_hooks
 

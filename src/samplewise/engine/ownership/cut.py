@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from samplewise.engine.arguments import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
 from samplewise.engine.graph.structure import once
 from samplewise.engine.ownership.independence import (

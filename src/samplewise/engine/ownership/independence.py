@@ -20,7 +20,7 @@ from samplewise.core.batchnorm import batch_norms
 from samplewise.core.losses import broadcast_cause
 from samplewise.core.tensor_storage import is_plain, stored_values
 from samplewise.core.text import listed
-from samplewise.engine.arguments import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.graph.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
 from samplewise.engine.graph.saved import SavedTensorReader, saved_tensor_names, with_base
 from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning

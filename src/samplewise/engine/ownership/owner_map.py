@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samplewise.engine.arguments import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.graph.graph import Edge, numel
 from samplewise.engine.ownership.layouts import MOST_PLACES, RowOwners, SampleDim, inner_at, locate
 
