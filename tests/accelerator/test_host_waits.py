@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import samplewise as sw
-from samplewise.engine.deferred_checks import PendingChecks, all_finite_flag, finite_tensors
+from samplewise.engine.deferred_checks import DeferredChecks, all_finite_flag, finite_tensors
 
 DEVICE = "sim"
 B = 4
@@ -357,7 +357,7 @@ def test_checks_compare_values_of_different_dtypes():
 
 
 def test_checks_do_not_keep_the_tensors():
-    checks = PendingChecks()
+    checks = DeferredChecks()
     x = torch.ones(3, device=DEVICE)
     storage = StorageWeakRef(sim.raw(x).untyped_storage())
     checks.add_tensors(finite_tensors, {"x": x})

@@ -24,10 +24,10 @@ def test_proofs_hold(case, B):
         B = 5
     model, inputs = case.build(B)
     graph = Graph(case.losses(model, inputs), wanted(model))
-    tags = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
-    edges = list(tags)
+    owner_maps = {graph.edge(key): owner_map for key, owner_map in owners(graph).owner_maps.items()}
+    edges = list(owner_maps)
     for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
-        expected = tags[edge].owners(edge.shape, owner.device)
+        expected = owner_maps[edge].owners(edge.shape, owner.device)
         assert not (owner == MIXED).any(), f"{edge.node} is mixed, yet proven clean"
         assert ((owner == expected) | (owner < 0)).all(), f"{edge.node}: another owner than proven"
 
@@ -91,7 +91,7 @@ def test_cross_entropy_of_tokens_is_proven():
 
 
 def test_a_wrong_proof_is_overruled(monkeypatch):
-    """Should an operation ever be listed wrongly, the first step finds out and the tags are probed."""
+    """Should an operation ever be listed wrongly, the first step finds out and ownership is probed."""
     from samplewise.engine.ownership import layouts
 
     monkeypatch.setitem(layouts.MOVERS, "Flip", layouts.elementwise)

@@ -379,7 +379,7 @@ def assert_claims_hold(name, layouts):
             continue
         graph = Graph(losses, {"weight": weight})
         met = met or name in graph.operations.values()
-        claims = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
+        claims = {graph.edge(key): owner_map for key, owner_map in owners(graph).owner_maps.items()}
         edges = list(claims)
         for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
             claimed = claims[edge].owners(edge.shape, owner.device)

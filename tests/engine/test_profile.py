@@ -55,7 +55,7 @@ def test_a_fast_model():
         "ownership: kept plan": "",
         "backward pass to the cut": "",
         "rules and norms: Addmm": "",
-        "rules and norms: small parameters, in bundles": "",
+        "rules and norms: small parameters, packed": "",
         "weighted sums": "",
         "in all": "",
     }

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from samplewise.engine.backward_segments import Part, divided
+from samplewise.engine.backward_segments import Segment, divide_pass
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
 from samplewise.engine.graph.hook_registry import have_hooks, may_have_hooks, removed_afterwards
 from samplewise.engine.graph.structure import Reach, once
@@ -120,8 +120,8 @@ class Stops(NamedTuple):
 
     slots: dict[int, tuple[int, ...]]  # output slots that receive a gradient, by node, consumers first
     ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
-    whole: Part  # all stops
-    parts: tuple[Part, ...]  # the same stops, if the pass is divided at nodes that need not be run
+    whole: Segment  # all stops
+    parts: tuple[Segment, ...]  # the same stops, if the pass is divided at nodes that need not be run
 
 
 def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = ()) -> Stops:
@@ -139,9 +139,9 @@ def _stops_at(reach: Reach, chosen: frozenset[int], replaceable: frozenset[int])
             above.update(consumer for consumer, _ in reach.consumers[at])
     slots = {at: reach.slots[at] for at in reach.nodes if at in chosen}
     ends = chosen - above
-    whole = Part(tuple(stop for stop in slots if stop not in ends), tuple(stop for stop in slots if stop in ends))
+    whole = Segment(tuple(stop for stop in slots if stop not in ends), tuple(stop for stop in slots if stop in ends))
     skipped = above & replaceable
-    parts = divided(reach, slots, ends, chosen | above, skipped) if skipped else (whole,)
+    parts = divide_pass(reach, slots, ends, chosen | above, skipped) if skipped else (whole,)
     return Stops(slots, ends, whole, parts)
 
 
@@ -210,7 +210,7 @@ def _pass_on_afterwards(
 def _pass_on_during(
     graph: Graph,
     stops: Stops,
-    parts: Iterable[Part],
+    parts: Iterable[Segment],
     arrived: Arrived,
     weights: Tensor | None,
     create_graph: bool,

@@ -10,14 +10,16 @@ from typing import NamedTuple
 from samplewise.engine.graph.structure import Reach
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """Stops of one part of a pass, as positions in `graph.nodes`."""
 
     inside: tuple[int, ...]  # stops that the part runs
     ends: tuple[int, ...]  # stops at which it ends
 
 
-def divided(reach: Reach, stops: Iterable[int], ends: Set[int], nodes: Set[int], skipped: Set[int]) -> tuple[Part, ...]:
+def divide_pass(
+    reach: Reach, stops: Iterable[int], ends: Set[int], nodes: Set[int], skipped: Set[int]
+) -> tuple[Segment, ...]:
     """Parts of a pass through `nodes` that ends at the stops in `ends`, divided at the `skipped` nodes where possible:
     all gradients that reach the next parts must come from the nodes that a part skips.
     """
@@ -28,7 +30,7 @@ def divided(reach: Reach, stops: Iterable[int], ends: Set[int], nodes: Set[int],
         part = min(levels[stop], last)
         is_end = stop in ends or (stop in skipped and part < last)
         (outside if is_end else inside)[part].append(stop)
-    return tuple(Part(tuple(run), tuple(not_run)) for run, not_run in zip(inside, outside, strict=True))
+    return tuple(Segment(tuple(run), tuple(not_run)) for run, not_run in zip(inside, outside, strict=True))
 
 
 def _levels(reach: Reach, nodes: Set[int], skipped: Set[int]) -> tuple[dict[int, int], int]:

@@ -28,7 +28,7 @@ def read_at_once(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or is_traced(tensor)
 
 
-class PendingCheck(NamedTuple):
+class DeferredCheck(NamedTuple):
     """`check(values, *arguments)` raises if an element of `values` is not finite, and only then."""
 
     check: Callable[..., object]
@@ -36,28 +36,28 @@ class PendingCheck(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class PendingChecks:
+class DeferredChecks:
     """Checks of values that the host has not read yet, in the order in which they were added."""
 
-    __slots__ = ("_pending",)
+    __slots__ = ("_deferred",)
 
     def __init__(self) -> None:
-        self._pending: list[PendingCheck] = []
+        self._deferred: list[DeferredCheck] = []
 
     def __bool__(self) -> bool:
-        return bool(self._pending)
+        return bool(self._deferred)
 
     @property
     def values(self) -> list[Tensor]:
         """Small tensors that must be finite."""
-        return [pending.values for pending in self._pending]
+        return [deferred.values for deferred in self._deferred]
 
     def add(self, check: Callable[..., object], values: Tensor, *arguments: Any) -> None:
         """Call check(values, *arguments), which raises if a value is not finite: now on the CPU, else in `settle`."""
         if read_at_once(values):
             check(values, *arguments)
         else:
-            self._pending.append(PendingCheck(check, values.detach(), arguments))
+            self._deferred.append(DeferredCheck(check, values.detach(), arguments))
 
     def add_tensors(self, check: Callable[[Mapping[str, Tensor]], object], tensors: Mapping[str, Tensor]) -> None:
         """As `add`, for named tensors of any size. Only the largest value of each is kept for `settle`."""
@@ -72,14 +72,14 @@ class PendingChecks:
     def settle(self) -> None:
         """Raise the error of the first check that fails; forget all checks. One host sync, or none without checks."""
         try:
-            if self._pending and not bool(all_finite_flag(self.values)):
+            if self._deferred and not bool(all_finite_flag(self.values)):
                 self.raise_first()
         finally:
-            self._pending.clear()
+            self._deferred.clear()
 
     def raise_first(self) -> None:
         """Make the checks one by one, each with its own host sync, and raise the first error."""
-        for check, values, arguments in self._pending:
+        for check, values, arguments in self._deferred:
             check(values, *arguments)
 
 
@@ -94,22 +94,22 @@ def all_finite_flag(tensors: Sequence[Tensor]) -> Tensor:
     return largest_values([tensor for tensor in tensors if tensor.numel()]).isfinite().all()
 
 
-_collecting: ContextVar[PendingChecks | None] = ContextVar("collecting", default=None)
+_current_checks: ContextVar[DeferredChecks | None] = ContextVar("current_checks", default=None)
 
 
-def collecting() -> PendingChecks | None:
-    """Checks of the innermost `collected_in`; None outside."""
-    return _collecting.get()
+def current_checks() -> DeferredChecks | None:
+    """Checks of the innermost `collect_in`; None outside."""
+    return _current_checks.get()
 
 
 @contextmanager
-def collected_in(checks: PendingChecks) -> Iterator[None]:
+def collect_in(checks: DeferredChecks) -> Iterator[None]:
     """Context manager: checks inside are added to `checks`, which the caller settles."""
-    token = _collecting.set(checks)
+    token = _current_checks.set(checks)
     try:
         yield
     finally:
-        _collecting.reset(token)
+        _current_checks.reset(token)
 
 
 # --- checks of values, each with one host sync ------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def are_ordinary_norms(norms: Tensor) -> bool:
     if isinstance(norms, FakeTensor):
         return True
     smallest, largest = torch.aminmax(norms.detach())  # NaN if an element is NaN
-    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < LARGE
+    return smallest.item() >= underflow_limit(norms.dtype) and largest.item() < LARGE
 
 
 def are_at_most_one(weights: Tensor) -> bool:
@@ -192,6 +192,6 @@ def are_at_most_one(weights: Tensor) -> bool:
     return smallest.item() >= -1 and largest.item() <= 1
 
 
-def faint_limit(dtype: torch.dtype) -> float:
+def underflow_limit(dtype: torch.dtype) -> float:
     """Norm below which squares may have underflowed: 1e-150 in float64, 1e-9 otherwise."""
     return 1e-150 if dtype is torch.float64 else 1e-9

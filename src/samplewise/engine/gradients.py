@@ -21,7 +21,13 @@ from samplewise.engine.arguments import (
     weights_by_name,
 )
 from samplewise.engine.backward import accumulate_grad, notifying
-from samplewise.engine.deferred_checks import PendingChecks, collecting, finite_losses, finite_numbers, finite_tensors
+from samplewise.engine.deferred_checks import (
+    DeferredChecks,
+    current_checks,
+    finite_losses,
+    finite_numbers,
+    finite_tensors,
+)
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Graph, graph_alive
@@ -136,8 +142,8 @@ def gradients_of(
     """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data. `sharded`: the
     parameters are whole parameters of a model sharded with `fully_shard`. `checked`: the losses are checked already.
     """
-    outside = collecting()
-    checks = PendingChecks() if outside is None else outside
+    outside = current_checks()
+    checks = DeferredChecks() if outside is None else outside
     if not checked:
         check_attached(losses)
         checks.add(finite_losses, losses)
@@ -172,7 +178,7 @@ def project(g: Gradients, projection: Projection) -> Tensor:
     g._settle()
     device = g._graph.losses.device
     with g._evaluator.context():
-        parts = g._evaluator.evaluate(lambda form, name: projection.part(form, name, device))
+        parts = g._evaluator.evaluate(lambda grad, name: projection.part(grad, name, device))
         ordered = {name: parts[name] for name in g.names if name in parts}  # not that of the backward pass
         return projection.total(ordered, zeros(g._graph, projection.dim))
 
@@ -202,14 +208,14 @@ def accumulate(
         )
     if g._sharded:  # each module is summed over ranks when the pass has left it
         with g._evaluator.context():
-            for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], form.sum(per_name[n]))):
+            for _ in g._evaluator.release(lambda grad, n: accumulate_grad(g._parameters[n], grad.sum(per_name[n]))):
                 pass
         return None
     may_overflow: dict[str, Tensor] = {}
 
-    def quantity(form: PerSampleGrad, name: str) -> Tensor:
-        total = form.summed_apart(per_name[name]) if apart else form.sum(per_name[name])
-        if not (bounded and form.is_bounded_by_norms):
+    def quantity(grad: PerSampleGrad, name: str) -> Tensor:
+        total = grad.summed_apart(per_name[name]) if apart else grad.sum(per_name[name])
+        if not (bounded and grad.is_bounded_by_norms):
             may_overflow[name] = total
         return total
 
@@ -265,7 +271,7 @@ def _no_check(*arguments: object) -> None:
     """Accept weights that are known to be finite."""
 
 
-def factored_forms(g: Gradients) -> dict[str, PerSampleGrad]:
+def factored_grads(g: Gradients) -> dict[str, PerSampleGrad]:
     """Representations of the parameters that the losses depend on, by name, from a backward pass of their own: factors
     wherever the operation has them, also if rows are smaller. Not for a single sample, which has rows only.
     """
@@ -292,7 +298,7 @@ def plan_table(g: Gradients) -> str:
     rows.sort(key=lambda row: order[row.parameter])
     reached = {row.parameter for row in rows}
     missing = [name for name in g.names if name not in reached]
-    cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
+    cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.grad) for r in rows]
     cells += [
         (name, "x".join(map(str, g._parameters[name].shape)) or "1", "", "", "not reached: zeros") for name in missing
     ]
@@ -318,7 +324,7 @@ class Gradients:
     the next call of any other method, such as `sum` or `backward`, makes all checks with one host sync.
     """
 
-    def __init__(self, evaluator: QuantityEvaluator, checks: PendingChecks, settles: bool):
+    def __init__(self, evaluator: QuantityEvaluator, checks: DeferredChecks, settles: bool):
         self._evaluator = evaluator
         self._checks = checks
         self._settles = settles  # False: the caller settles the checks
@@ -388,7 +394,7 @@ class Gradients:
 
     def _dots(self, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_direction(direction, self._parameters)
-        return self._evaluate(lambda form, name: form.dot(direction[name]))
+        return self._evaluate(lambda grad, name: grad.dot(direction[name]))
 
     def _paired_dots(self, other: Gradients) -> dict[str, Tensor]:
         if len(other) != len(self):
@@ -401,7 +407,7 @@ class Gradients:
     def _with_other(
         self, other: Gradients, method: str, quantity: Callable[[PerSampleGrad, PerSampleGrad], Tensor]
     ) -> dict[str, Tensor]:
-        """quantity(form here, form there) of each parameter that both losses depend on, by name."""
+        """quantity(grad here, grad there) of each parameter that both losses depend on, by name."""
         if not isinstance(other, Gradients):
             raise ParameterError(
                 f"{method} needs another Gradients, from sw.gradients(losses, model); found {type(other).__name__}."
@@ -412,11 +418,11 @@ class Gradients:
                 f"{method} needs two Gradients of the same parameters; found different names or shapes. "
                 "Pass the same model, or the same dict of tensors, to both calls of sw.gradients."
             )
-        theirs = other._evaluator.forms()
-        mine = self._evaluator.forms()
+        theirs = other._evaluator.grads()
+        mine = self._evaluator.grads()
         differentiable = self._evaluator.create_graph or other._evaluator.create_graph
         with self._evaluator.context(), torch.set_grad_enabled(differentiable):
-            return {name: quantity(form, theirs[name]) for name, form in mine.items() if name in theirs}
+            return {name: quantity(grad, theirs[name]) for name, grad in mine.items() if name in theirs}
 
     @overload
     def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: None = None) -> Tensor: ...
@@ -437,10 +443,10 @@ class Gradients:
         self._settle()
         if other is None:
             columns = len(self)
-            parts = self._evaluate(lambda form, _: form.gram(form))
+            parts = self._evaluate(lambda grad, _: grad.gram(grad))
         elif isinstance(other, Mapping):
             columns = check_rows(other, self._parameters)
-            parts = self._evaluate(lambda form, name: form.gram(DenseGrad(other[name])))
+            parts = self._evaluate(lambda grad, name: grad.gram(DenseGrad(other[name])))
         else:
             parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
             columns = len(other)
@@ -469,7 +475,7 @@ class Gradients:
         Parameters that no loss depends on get zeros.
         """
         per_name = weights_by_name(weights, self.names, self._graph.losses, self._checks.add)
-        sums = self._like_parameters(self._evaluate(lambda form, name: form.sum(per_name[name])))
+        sums = self._like_parameters(self._evaluate(lambda grad, name: grad.sum(per_name[name])))
         return self._reduced(sums) if all_reduce else sums
 
     def mean(self, *, all_reduce: bool = False) -> dict[str, Tensor]:
@@ -480,7 +486,7 @@ class Gradients:
 
     def sum_of_squares(self) -> dict[str, Tensor]:
         """Sum of squared gradients, name -> sum_i g_i**2, element by element. `sw.fisher` is the mean over samples."""
-        return self._like_parameters(self._evaluate(lambda form, _: form.sum_of_squares(None)))
+        return self._like_parameters(self._evaluate(lambda grad, _: grad.sum_of_squares(None)))
 
     def variance(self) -> dict[str, Tensor]:
         """Unbiased variance over samples of each element, name -> sum_i (g_i - mean)**2 / (B - 1)."""
@@ -488,7 +494,7 @@ class Gradients:
             raise ParameterError("variance needs at least two samples; found one.")
         scale = 1 / (len(self) - 1)
         return self._like_parameters(
-            self._evaluate(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale)
+            self._evaluate(lambda grad, _: grad.sum_of_squares(grad.sum(None) / len(self)) * scale)
         )
 
     def backward(self, weights: Weights | None = None, retain_graph: bool = False) -> None:
@@ -561,11 +567,11 @@ class Gradients:
         self._settle()
         p = self._parameters[name]
         with self._evaluator.context():
-            form = self._evaluator.forms().get(name)
-            if form is None or start == stop:
+            grad = self._evaluator.grads().get(name)
+            if grad is None or start == stop:
                 return p.new_zeros(stop - start, *p.shape)
-            self._evaluator.expose(name, form)
-            return form.rows(start, stop).to(p.dtype)
+            self._evaluator.expose(name, grad)
+            return grad.rows(start, stop).to(p.dtype)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (self[i] for i in range(len(self)))
@@ -632,9 +638,9 @@ class Gradients:
             if reached != []:
                 torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)
         with self._evaluator.context():
-            for name, form in rows.items():
+            for name, grad in rows.items():
                 p = self._parameters[name]
-                accumulate_grad(p, form.sum(weights if weights is None else weights.detach()))
+                accumulate_grad(p, grad.sum(weights if weights is None else weights.detach()))
                 if ready is not None:
                     ready(p)
 

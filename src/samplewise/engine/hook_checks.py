@@ -39,7 +39,7 @@ from samplewise.engine.graph.hook_registry import (
 from samplewise.engine.graph.saved import run_in_backward
 from samplewise.engine.ownership.local_probe import follows
 from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, is_float16
-from samplewise.engine.ownership.owner_map import Tag
+from samplewise.engine.ownership.owner_map import OwnerMap
 from samplewise.engine.ownership.ownership import is_identity
 from samplewise.engine.ownership.verify import has_verified_hooks
 from samplewise.engine.plan import Plan
@@ -65,8 +65,8 @@ def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:
         and places.after.keys().isdisjoint(claim.node for claim in plan.functions)
         and not (ordinary and 0 in checks.slots)
     )
-    tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
-    return checks if watchable and has_verified_hooks(graph, tags, plan.derivation) else None
+    owner_maps = {graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
+    return checks if watchable and has_verified_hooks(graph, owner_maps, plan.derivation) else None
 
 
 class _Arrival(NamedTuple):
@@ -164,7 +164,7 @@ class HookChecks:
             else:  # autograd adds them in this order
                 self._arrivals[key] = _Arrival(earlier.value + value, None)
 
-    def hold(self, owners: Mapping[EdgeKey, Tag], again: bool) -> bool:
+    def hold(self, owners: Mapping[EdgeKey, OwnerMap], again: bool) -> bool:
         """True if the watched pass shows that hooks have changed nothing, or keep to the ownership of gradients.
 
         again: hooks that have changed nothing are verified, too, because another pass with weights will call them.
@@ -195,7 +195,7 @@ class HookChecks:
             return None
         return left is not arrival.tensor  # equal values are not enough: a roll may leave them as they are
 
-    def _follow(self, owners: Mapping[EdgeKey, Tag]) -> bool:
+    def _follow(self, owners: Mapping[EdgeKey, OwnerMap]) -> bool:
         """Call all hooks again with weighted gradients; True if what they leave follows the weights."""
         graph = self.graph
         if is_float16(graph):  # needs several passes

@@ -103,11 +103,11 @@ def _compare(plan: Plan, graph: Graph) -> None:
     sizes: dict[str, float] = {}
     every = torch.arange(graph.samples, device=graph.losses.device)
 
-    def measure(form: PerSampleGrad, name: str) -> None:
+    def measure(grad: PerSampleGrad, name: str) -> None:
         # Rows of operations without a rule are computed one by one; a hook may act on their sum in another way.
-        total = by_rows.sum(form, weights) if isinstance(form, RowwiseGrad) else form.sum(weights)
+        total = by_rows.sum(grad, weights) if isinstance(grad, RowwiseGrad) else grad.sum(weights)
         sums[name] = _shown(graph, name, total)
-        sizes[name] = float((form.faint_norms(every) * weights).sum())
+        sizes[name] = float((grad.underflowed_norms(every) * weights).sum())
 
     with torch.no_grad():
         backward_past(graph, plan.stops, GradBuilder(plan, graph, measure, differentiable=False, keep=False).add)
@@ -134,9 +134,9 @@ def _rounding_errors(plan: Plan, graph: Graph, weights: Tensor, parameter: str) 
     """
     found: list[float] = []
 
-    def measure(form: PerSampleGrad, name: str) -> None:
+    def measure(grad: PerSampleGrad, name: str) -> None:
         if name == parameter:
-            found.append(float((term_norms(form).double() * weights).sum()))
+            found.append(float((term_norms(grad).double() * weights).sum()))
 
     graph.tracks_terms, before = True, graph.tracks_terms
     with torch.no_grad():

@@ -76,8 +76,8 @@ def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) ->
 def _proven(graph: Graph, edge: Edge) -> bool:
     """True if ownership of x is proven and verified. False if its gradient is zero, which cannot verify the proof."""
     ownership = owners(graph, probes=False)
-    tag = ownership.tags.get(graph.key(edge))
-    return tag is not None and verify(graph, {edge: tag}, ownership.derivation) == set()
+    owner_map = ownership.owner_maps.get(graph.key(edge))
+    return owner_map is not None and verify(graph, {edge: owner_map}, ownership.derivation) == set()
 
 
 def _by_loop(losses: Tensor, x: Tensor, create_graph: bool) -> Tensor:

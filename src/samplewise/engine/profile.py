@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves
-from samplewise.engine.deferred_checks import PendingChecks
+from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.engine.generic import supports_batches
 from samplewise.engine.grads.indexed import VIEWS
 from samplewise.engine.graph.graph import Graph
@@ -41,7 +41,7 @@ OWNERSHIP = "ownership"
 PASS = "backward pass to the cut"  # and the verification of what it depends on
 CUT = "backward pass to the cut alone"
 RULES = "rules and norms: "  # followed by the operation
-BUNDLES = "small parameters, in bundles"
+PACKED = "small parameters, packed"
 SUMS = "weighted sums"
 
 
@@ -149,7 +149,7 @@ class _Round(QuantityEvaluator):
             with clock.stage(SEARCH):
                 self.has_hooks = may_have_hooks(graph)
             with clock.stage(PASS), suppress(NonFiniteGradientError):  # NaN takes as long as other numbers
-                Norms(self, PendingChecks()).of_samples()
+                Norms(self, DeferredChecks()).of_samples()
             with clock.stage(SUMS):
                 self._sum(torch.full_like(graph.losses, 1 / graph.samples))
             if self.plan is not None and self.verified:
@@ -158,14 +158,14 @@ class _Round(QuantityEvaluator):
 
     def _sum(self, weights: Tensor) -> None:
         if self.strategy != "twice":
-            for _ in self.release(lambda form, _: form.sum(weights)):
+            for _ in self.release(lambda grad, _: grad.sum(weights)):
                 pass
             return
         rows = self.take_rows()  # the other sums come from an ordinary backward pass
         names = [name for name in self.graph.leaves.values() if name not in rows]
         backward_to_leaves(self.graph, names, weights, _drop)
-        for form in rows.values():
-            form.sum(weights)
+        for grad in rows.values():
+            grad.sum(weights)
 
     def _new(self, strategy: str) -> GradStrategy:
         source = super()._new(strategy)
@@ -236,7 +236,7 @@ def _timed_builder(clock: _Clock) -> type[GradBuilder]:
                 return super().add(at, gradients)
 
         def finish(self) -> None:
-            with clock.stage(RULES + BUNDLES if self._small else PASS):
+            with clock.stage(RULES + PACKED if self._small else PASS):
                 super().finish()
 
     return TimedBuilder
@@ -299,7 +299,7 @@ def _cause_of_rule(last: _Round, operation: str) -> str:
         return ""
     causes: dict[str, None] = {}
     for at in (at for at, name in plan.operations.items() if name == operation):
-        if any(str(plan.tags[at, slot]) != "regular" for slot in plan.stops.slots[at]):
+        if any(str(plan.owner_maps[at, slot]) != "regular" for slot in plan.stops.slots[at]):
             causes["rows of samples in an irregular order"] = None
         for planned in plan.operands[at]:
             if planned.rule is None and not planned.empty:

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from samplewise.engine.arguments import wide_dtype
 from samplewise.engine.deferred_checks import (
-    PendingChecks,
+    DeferredChecks,
     are_at_most_one,
     are_ordinary_norms,
-    faint_limit,
     finite_numbers,
     read_at_once,
+    underflow_limit,
 )
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import root
-from samplewise.engine.grads.packed import BundledGrad
+from samplewise.engine.grads.packed import PackedGrad
 from samplewise.engine.graph.graph import Graph
 from samplewise.engine.strategies import QuantityEvaluator
 
@@ -33,13 +33,13 @@ from samplewise.engine.strategies import QuantityEvaluator
 class Norms:
     """Norms of the per-sample gradients of one graph, each computed once. To be used inside `evaluator.context`."""
 
-    def __init__(self, evaluator: QuantityEvaluator, checks: PendingChecks):
+    def __init__(self, evaluator: QuantityEvaluator, checks: DeferredChecks):
         self._evaluator = evaluator
         self._graph = evaluator.graph
         self._checks = checks
         self._known: dict[str, Tensor] | None = None
         self._ordinary = False  # True if the norms of samples are known, and neither too small nor too large
-        self._joint: set[str] = set()  # parameters of a bundle that have the norms of the bundle
+        self._joint: set[str] = set()  # parameters of a pack that have the norms of the pack
         self._scaled: dict[str, Tensor] | None = None
         self._terms: dict[str, Tensor] | None = None  # see `track_terms`
 
@@ -56,7 +56,7 @@ class Norms:
         self._ordinary = are_ordinary_norms(norms)
         if self._ordinary:
             return norms
-        return self._with_faint_norms({"": finite_numbers(norms, "norm")})[""]
+        return self._with_underflowed_norms({"": finite_numbers(norms, "norm")})[""]
 
     def by_parameter(self) -> dict[str, Tensor]:
         """Parameter name -> norms (B,)."""
@@ -65,7 +65,7 @@ class Norms:
         if on_host and self._evaluator.create_graph:
             parts = {name: root(squares) for name, squares in parts.items()}
         norms = {name: parts[name].clone() if name in parts else zeros(self._graph) for name in self._graph.wanted}
-        return self._with_faint_norms(norms) if on_host else norms
+        return self._with_underflowed_norms(norms) if on_host else norms
 
     def bound_sums(self, weights: object) -> bool:
         """True if a sum with these weights (B,) must be finite, because the norms are and no weight exceeds 1."""
@@ -83,23 +83,23 @@ class Norms:
 
     def _parts(self, joint: bool) -> dict[str, Tensor]:
         """Norms (B,) of each parameter; with create_graph their squares, which are differentiable where they are zero.
-        joint: the parameters of a bundle may have the norms of the bundle instead, as one tensor.
+        joint: the parameters of a pack may have the norms of the pack instead, as one tensor.
         """
         if self._known is None or (self._joint and not joint):
             known = self._known and {name: norms for name, norms in self._known.items() if name not in self._joint}
             self._joint.clear()
-            self._known = self._evaluator.evaluate(partial(self._of_form, joint, known or {}))
+            self._known = self._evaluator.evaluate(partial(self._quantity_of, joint, known or {}))
         return self._known
 
-    def _of_form(self, joint: bool, known: dict[str, Tensor], form: PerSampleGrad, name: str) -> Tensor:
-        if self._terms is not None and (terms := form.term_norms()) is not None:
+    def _quantity_of(self, joint: bool, known: dict[str, Tensor], grad: PerSampleGrad, name: str) -> Tensor:
+        if self._terms is not None and (terms := grad.term_norms()) is not None:
             self._terms[name] = terms
         if self._evaluator.create_graph:
-            return form.squared_norms()
-        if joint and isinstance(form, BundledGrad):
+            return grad.squared_norms()
+        if joint and isinstance(grad, PackedGrad):
             self._joint.add(name)
-            return form.bundle.norms
-        return known[name] if name in known else form.norms()
+            return grad.pack.norms
+        return known[name] if name in known else grad.norms()
 
     def _total(self, parts: dict[str, Tensor]) -> Tensor:
         """Norms (B,) over all parameters, in their order, not that of the backward pass, to be bit-reproducible."""
@@ -110,14 +110,14 @@ class Norms:
         dtype = torch.promote_types(norms.dtype, wide_dtype(self._graph.losses.dtype))
         return norms if norms.dtype is dtype else norms.to(dtype)
 
-    def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _with_underflowed_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""
-        faint = {name: n.detach() < faint_limit(n.dtype) for name, n in norms.items() if not are_ordinary_norms(n)}
+        faint = {name: n.detach() < underflow_limit(n.dtype) for name, n in norms.items() if not are_ordinary_norms(n)}
         faint = {name: mask for name, mask in faint.items() if mask.any()}
         if not faint:
             return norms
         samples = torch.stack(list(faint.values())).any(0).nonzero().flatten()
-        parts = self._evaluator.evaluate(lambda form, _: form.faint_norms(samples))
+        parts = self._evaluator.evaluate(lambda grad, _: grad.underflowed_norms(samples))
         for name, mask in faint.items():
             if name == "":
                 exact: Tensor | None = by_rows.scaled_norms(torch.stack(list(parts.values()), 1))
@@ -152,12 +152,12 @@ class Norms:
         """
         may_cancel: set[str] = set()
 
-        def quantity(form: PerSampleGrad, name: str) -> Tensor:
-            if self._terms is not None and (terms := form.term_norms()) is not None:
+        def quantity(grad: PerSampleGrad, name: str) -> Tensor:
+            if self._terms is not None and (terms := grad.term_norms()) is not None:
                 self._terms[name] = terms
-            if form.may_cancel:
+            if grad.may_cancel:
                 may_cancel.add(name)
-            return form.scaled_norms()
+            return grad.scaled_norms()
 
         norms: dict[str, Tensor] = self._evaluator.evaluate(quantity)
         if not may_cancel:
@@ -166,7 +166,7 @@ class Norms:
         samples = unknown.nonzero().flatten()
         if len(samples):
             exact = self._evaluator.evaluate(
-                lambda form, name: by_rows.faint_norms(form, samples) if name in may_cancel else None
+                lambda grad, name: by_rows.underflowed_norms(grad, samples) if name in may_cancel else None
             )
             for name in may_cancel:
                 norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
@@ -201,15 +201,15 @@ class Projection:
             self._normalization[block] = len(range(*block.indices(dim))) ** -0.5
         self._signs: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def part(self, form: PerSampleGrad, name: str, device: torch.device) -> Tensor:
+    def part(self, grad: PerSampleGrad, name: str, device: torch.device) -> Tensor:
         """Contribution of a parameter to the dimensions of its block, (b, size of the block), without normalization."""
         if (name, device) not in self._signs:
             size = len(range(*self._block(name).indices(self.dim)))
-            self._signs[name, device] = by_rows.random_signs(name, form.shape, size, self.seed, device)
+            self._signs[name, device] = by_rows.random_signs(name, grad.shape, size, self.seed, device)
         left, right = self._signs[name, device]
         if self.scale is None:
-            return form.project(left, right)
-        return by_rows.project(form, left, right, self.scale[name].to(device))
+            return grad.project(left, right)
+        return by_rows.project(grad, left, right, self.scale[name].to(device))
 
     def total(self, parts: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
         """Sum (b, dim) of the contributions of the parameters, in the order of `parts`, added to zeros (b, dim)."""

@@ -115,7 +115,7 @@ class QuantityEvaluator:
             return
         with self.context():
             if not self._strategies and (self._planner.plan().has_functions or may_have_hooks(self.graph)):
-                self.evaluate(lambda form, _: None)
+                self.evaluate(lambda grad, _: None)
             if self._not_linear is not None:
                 raise self._not_linear
 
@@ -127,24 +127,24 @@ class QuantityEvaluator:
             return self._planner.find()
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
+        """Return quantity(grad, name) for each parameter in the graph, by name. Must be called inside `context`."""
         self._check_exposed()
         return self._of_strategy(self.strategy, lambda source: source.evaluate(quantity))
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        """Pairs (name, quantity(form, name)) in the order of the backward pass; kept gradients are dropped one by one.
+        """Pairs (name, quantity(grad, name)) in the order of the backward pass; kept gradients are dropped one by one.
         Must be used up inside `context`.
         """
         self._check_exposed()
         self._exposed.clear()
         return self._of_strategy(self.strategy, lambda source: source.release(quantity))
 
-    def forms(self) -> dict[str, PerSampleGrad]:
+    def grads(self) -> dict[str, PerSampleGrad]:
         """All representations at once, by name. Rows and pairs of samples need them kept."""
         strategy = "fused" if self.strategy == "twice" else self.strategy
         with self.context():
             self._check_exposed()
-            return self._of_strategy(strategy, lambda source: source.evaluate(lambda form, _: form))
+            return self._of_strategy(strategy, lambda source: source.evaluate(lambda grad, _: grad))
 
     def take_rows(self) -> dict[str, DenseGrad]:
         """Rows of some parameters that the last pass of strategy "twice" has kept, by name. They are released."""
@@ -159,13 +159,13 @@ class QuantityEvaluator:
         """All representations by name, from a backward pass of their own: factors wherever an operation has them."""
         with self.context():
             self._check_exposed()
-            return self._of_strategy("factors", lambda source: source.evaluate(lambda form, _: form))
+            return self._of_strategy("factors", lambda source: source.evaluate(lambda grad, _: grad))
 
-    def expose(self, name: str, form: PerSampleGrad) -> None:
+    def expose(self, name: str, grad: PerSampleGrad) -> None:
         """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
         if name not in self._exposed:
             self._exposed[name] = Versions()
-            self._exposed[name].record(form.kept)
+            self._exposed[name].record(grad.kept)
 
     def _check_exposed(self) -> None:
         for versions in self._exposed.values():
@@ -249,10 +249,10 @@ class GradStrategy(Protocol):
     """Interface of a strategy."""
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        """Return quantity(form, name) for each parameter in the graph, by name."""
+        """Return quantity(grad, name) for each parameter in the graph, by name."""
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        """Pairs (name, quantity(form, name)); kept gradients are dropped one by one."""
+        """Pairs (name, quantity(grad, name)); kept gradients are dropped one by one."""
 
     def explain(self) -> list[ExplainRow]: ...
 
@@ -266,30 +266,30 @@ class BackwardStrategy:
         self.create_graph = create_graph
         self.keep = keep
         self.factors = factors
-        self.forms: dict[str, PerSampleGrad] = {}
+        self.grads: dict[str, PerSampleGrad] = {}
         self.rows: dict[str, DenseGrad] = {}  # small ones of the last pass, if gradients are not kept
         self.versions = Versions()
         self.ordinary: Callable[[], object] | None = None  # ordinary backward pass that replaces the next one here
         self.make_builder: type[GradBuilder] = GradBuilder  # `profile` has one that measures its time
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        if not self.forms:
+        if not self.grads:
             return self._first(quantity, self.keep)
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
-        return {name: compute(form, name) for name, form in self.forms.items()}
+        return {name: compute(grad, name) for name, grad in self.grads.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        if not self.forms:
+        if not self.grads:
             return iter(self._first(quantity, keep=False).items())
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
-        return ((name, compute(self.forms.pop(name), name)) for name in list(self.forms))
+        return ((name, compute(self.grads.pop(name), name)) for name in list(self.grads))
 
-    def _of_kept(self, quantity: Quantity, form: PerSampleGrad, name: str) -> Any:
+    def _of_kept(self, quantity: Quantity, grad: PerSampleGrad, name: str) -> Any:
         """The quantity of a parameter of a sharded model."""
         with unsharded([self.planner.graph.wanted[name]]):
-            return quantity(form, name)
+            return quantity(grad, name)
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
@@ -312,7 +312,7 @@ class BackwardStrategy:
                 "Write the operation so that each sample has rows of its own, or pass samples that do not interact.",
             )
         self.versions = built.versions
-        self.forms = built.forms
+        self.grads = built.grads
         self.rows = built.rows
         return built.results
 
@@ -340,7 +340,7 @@ class BackwardStrategy:
         probed = dict(plan.gradients)
         plan.gradients.clear()
         unusable = not probed or self.create_graph or graph.sharded or in_place or may_have_hooks(graph)
-        if not unusable and len(probed) == len(plan.tags):
+        if not unusable and len(probed) == len(plan.owner_maps):
             for at, slots in plan.stops.slots.items():
                 builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
             return builder
@@ -354,7 +354,7 @@ class BackwardStrategy:
             nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
             if weighs:
                 for slot, g in gradients.items():
-                    sums[graph.edge((at, slot))] = plan.tags[at, slot].sizes(g.detach())
+                    sums[graph.edge((at, slot))] = plan.owner_maps[at, slot].sizes(g.detach())
             hooks.reach(at, gradients)
             return builder.add(at, gradients)
 
@@ -370,9 +370,9 @@ class BackwardStrategy:
         if not hooks.hold(plan.owners, again=not self.keep):
             return self._pass(quantity, keep, watches=False)
         if weighs:
-            tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
+            owner_maps = {graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
             plain = sums if run is None else None  # the losses of an ordinary pass may be scaled
-            if not follows_weights(graph, plan.stops, tags, plan.derivation, plain):
+            if not follows_weights(graph, plan.stops, owner_maps, plan.derivation, plain):
                 if not plan.proven:
                     raise NotLinearError(nonlinear_operation(graph) or "an operation")
                 return None
@@ -386,7 +386,7 @@ class BackwardStrategy:
         return None if verifiable and not self.planner.verify_again() else builder
 
     def explain(self) -> list[ExplainRow]:
-        return list(self.evaluate(lambda form, name: self.plan.explain(name, form)).values())
+        return list(self.evaluate(lambda grad, name: self.plan.explain(name, grad)).values())
 
 
 def _is_not_zero(gradient: Tensor) -> Tensor:
@@ -403,12 +403,12 @@ class RowsStrategy:
 
     def __init__(self, source: BackwardStrategy):
         self.source = source
-        self.forms: dict[str, PerSampleGrad] = {}
+        self.grads: dict[str, PerSampleGrad] = {}
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        if not self.forms:
-            self.forms = dict(self.source.release(lambda form, _: DenseGrad(form.rows(0, form.samples))))
-        return {name: quantity(form, name) for name, form in self.forms.items()}
+        if not self.grads:
+            self.grads = dict(self.source.release(lambda grad, _: DenseGrad(grad.rows(0, grad.samples))))
+        return {name: quantity(grad, name) for name, grad in self.grads.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         yield from self.evaluate(quantity).items()

@@ -20,7 +20,7 @@ from samplewise.core.memory import bounded
 from samplewise.core.text import plural
 from samplewise.engine.arguments import check_attached
 from samplewise.engine.backward import accumulate_sum, notifying
-from samplewise.engine.deferred_checks import collecting
+from samplewise.engine.deferred_checks import current_checks
 from samplewise.engine.gradients import (
     Gradients,
     accumulate,
@@ -141,7 +141,7 @@ class LossEvaluator:
         """Raise LossesError if a second call of the loss function, after `saved_state` was restored, has given other
         losses than the first call.
         """
-        checks = collecting()
+        checks = current_checks()
         if checks is None:
             self._compare_losses(losses.detach(), before)
         else:

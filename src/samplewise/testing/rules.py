@@ -49,7 +49,7 @@ def _record_results(key: tuple[str, int]) -> Iterator[list[object]]:
     rule = RULES[key]
 
     def recording_rule(use: Use) -> object:
-        results.append(rule.form(use))
+        results.append(rule.grad(use))
         return results[-1]
 
     with mock.patch.dict(RULES, {key: Rule(recording_rule, rule.reads)}):  # type: ignore[arg-type]

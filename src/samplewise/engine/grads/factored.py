@@ -269,8 +269,8 @@ class FactoredGrad(PerSampleGrad):
         scale = torch.where(scale > 0, scale, 1).clamp(max=torch.finfo(scale.dtype).max)
         return scale, FactoredGrad([_divided(term, scale) for term in self.terms], self.shape)
 
-    def faint_norms(self, samples: Tensor) -> Tensor:
-        """As `PerSampleGrad.faint_norms`. Factors are scaled to magnitude 1 in float64 before they are multiplied."""
+    def underflowed_norms(self, samples: Tensor) -> Tensor:
+        """As `PerSampleGrad.underflowed_norms`, from factors that are scaled to magnitude 1 in float64 first."""
         terms = [Term(_as_double(left), _as_double(right)) for left, right in self.some(samples).terms]
         return FactoredGrad(terms, self.shape)._norms_by_scaled_pairs(exactly=True)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from samplewise.engine.graph.graph import Edge, Graph, Node, scalar
 from samplewise.engine.graph.saved import block_of
-from samplewise.engine.ownership.owner_map import Tag, along, rows_of, sole_owner
+from samplewise.engine.ownership.owner_map import OwnerMap, along, rows_of, sole_owner
 from samplewise.engine.ownership.probe import MIXED, NO_OWNER
 
 
-def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tensor] | None:
+def read_owners(graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap]) -> list[Tensor] | None:
     """Owner of each element of the gradient of each operand, as views that take little memory, with MIXED for elements
     of several samples; None if the index does not show it.
     """
@@ -28,7 +28,7 @@ def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tenso
     if operation not in ("Index", "IndexSelect", "IndexAdd") or block_of(node) is not None:
         return None
     shape = Edge(node, 0).shape
-    rows = rows_of(tags[0], shape, Edge(node, 0).device)
+    rows = rows_of(owner_maps[0], shape, Edge(node, 0).device)
     if rows is None:
         return None
     dim, owner = rows
@@ -38,7 +38,7 @@ def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tenso
         indices = _integers(node._saved_indices)
     else:
         indices = [None] * (scalar(node, "dim") % len(shape)) + [node._saved_index.reshape(-1)]
-    return None if indices is None else [_chosen(node, indices, dim, owner, sole_owner(tags[0]))]
+    return None if indices is None else [_chosen(node, indices, dim, owner, sole_owner(owner_maps[0]))]
 
 
 def _added(node: Node, shape: tuple[int, ...], dim: int, owner: Tensor) -> list[Tensor]:

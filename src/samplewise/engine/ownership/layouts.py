@@ -76,7 +76,7 @@ def moves(*operations: str) -> Callable[[Mover], Mover]:
 
 @lru_cache(MOST_PLACES)
 def locate(inner: int, shape: Shape, samples: int) -> SampleDim | None:
-    """Place of the samples in a tensor of this shape, for a `tags.Regular` with this `inner`; None if there is none."""
+    """Place of the samples in a tensor of this shape, for a `Regular` owner map with this `inner`; None if there is none."""
     stride = 1
     if 0 in shape:
         return None

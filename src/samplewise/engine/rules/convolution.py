@@ -62,16 +62,16 @@ def _settings(node: Node) -> ConvolutionSettings:
 
 def kernel(use: Use) -> PerSampleGrad | None:
     """Rule for the weight of a convolution."""
-    form = _kernel(use)
-    if form is None or form.prefers_factors:
-        return form
-    return DenseGrad(*form.parts(0, form.samples), terms=form.term_norms)
+    grad = _kernel(use)
+    if grad is None or grad.prefers_factors:
+        return grad
+    return DenseGrad(*grad.parts(0, grad.samples), terms=grad.term_norms)
 
 
 def kernel_factors(use: Use) -> PerSampleGrad | None:
     """As `kernel`, in factors (patches and gradient) if the convolution has plain patches."""
-    form = _kernel(use)
-    return form.factors() if form is not None and form.settings.has_plain_patches else kernel(use)
+    grad = _kernel(use)
+    return grad.factors() if grad is not None and grad.settings.has_plain_patches else kernel(use)
 
 
 def _kernel(use: Use) -> ConvolutionGrad | None:

@@ -62,8 +62,8 @@ def _sequences(use: Use) -> RowGather | None:
 
 def _of_sequences(use: Use, slot: int) -> RowGather | None:
     shape = tuple(use.gradients[slot].shape)
-    tag = use.tags[slot]
-    return sequences_of(tag, shape) if slot == 0 else tag.rows(shape, len(shape) - 1)
+    owner_map = use.owner_maps[slot]
+    return sequences_of(owner_map, shape) if slot == 0 else owner_map.rows(shape, len(shape) - 1)
 
 
 def _in_order(use: Use, x: Tensor) -> Tensor:
