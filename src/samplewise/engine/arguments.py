@@ -23,7 +23,7 @@ def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
 
     Tensors from an iterable without names are named by their position: "0", "1", ...
     """
-    named = _of_module(parameters) if isinstance(parameters, nn.Module) else _given_parameters(parameters)
+    named = _of_module(parameters) if isinstance(parameters, nn.Module) else _named_tensors(parameters)
     first: dict[int, str] = {}
     for name, p in named.items():
         if not (isinstance(p, nn.Parameter) and p.requires_grad and p.is_floating_point() and p.is_leaf):
@@ -43,26 +43,26 @@ def _of_module(module: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def _given_parameters(parameters: Any) -> dict[str, Tensor]:
+def _named_tensors(parameters: Any) -> dict[str, Tensor]:
     """Parameters from a dict, or from an iterable of tensors or of (name, tensor) pairs."""
     if isinstance(parameters, Mapping):
-        given = list(parameters.items())
+        pairs = list(parameters.items())
     elif isinstance(parameters, Iterable) and not isinstance(parameters, (Tensor, str)):
         items = list(parameters)
         are_pairs = all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items)
-        given = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
+        pairs = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
     else:
         raise ParameterError(
             "parameters must be a module, a dict of named tensors, or an iterable of tensors or of (name, tensor) "
             f"pairs; found {_kind(parameters)}. {_remedy_for(parameters)}"
         )
-    named = dict(given)
+    named = dict(pairs)
     if not named:
         raise ParameterError(
             "parameters must contain at least one tensor; found none. An iterator such as model.parameters() is empty "
             "after its first use: call it again, or pass the model."
         )
-    if len(named) < len(given):
+    if len(named) < len(pairs):
         raise ParameterError("each parameter must have its own name; found a name twice. Rename one of the two.")
     return named
 
@@ -176,7 +176,7 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
     if type(weights) is not bool and isinstance(weights, Real):
         weights = torch.full_like(losses, float(weights), dtype=wide_dtype(losses.dtype), requires_grad=False)
     if not isinstance(weights, Tensor) or weights.shape != losses.shape:
-        found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        found = _shape_or_type(weights)
         raise ParameterError(
             f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
             f"found {found}."
@@ -201,13 +201,13 @@ def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
     _check_names(direction, list(parameters), "direction")
     for name, p in parameters.items():
         shape = tuple(p.shape)
-        own = direction[name]
-        found = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        tensor = direction[name]
+        found = _shape_or_type(tensor)
         if found != f"shape {shape}":
             raise ParameterError(
                 f"direction[{name!r}] must be a tensor of the parameter's shape {shape}; found {found}."
             )
-        _check_device(own, p.device, f"direction[{name!r}]", "parameter")
+        _check_device(tensor, p.device, f"direction[{name!r}]", "parameter")
 
 
 def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> int:
@@ -216,14 +216,18 @@ def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> int
     first = rows[next(iter(parameters))]
     count = len(first) if isinstance(first, Tensor) and first.dim() else 0
     for name, p in parameters.items():
-        own = rows[name]
-        found = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        tensor = rows[name]
+        found = _shape_or_type(tensor)
         if found != f"shape {(count, *p.shape)}":
             raise ParameterError(
                 f"rows[{name!r}] must be a tensor (n, *shape) like g.full(), here {(count, *p.shape)}; found {found}."
             )
-        _check_device(own, p.device, f"rows[{name!r}]", "parameter")
+        _check_device(tensor, p.device, f"rows[{name!r}]", "parameter")
     return count
+
+
+def _shape_or_type(thing: object) -> str:
+    return f"shape {tuple(thing.shape)}" if isinstance(thing, Tensor) else type(thing).__name__
 
 
 def _check_device(tensor: Tensor, device: torch.device, what: str, like: str) -> None:
@@ -234,10 +238,10 @@ def _check_device(tensor: Tensor, device: torch.device, what: str, like: str) ->
         )
 
 
-def _check_names(given: Mapping[str, object], names: list[str], what: str) -> None:
-    known = set(names)
-    unknown = [n for n in given if n not in known]
-    missing = [n for n in names if n not in given]
+def _check_names(entries: Mapping[str, object], names: list[str], what: str) -> None:
+    expected = set(names)
+    unknown = [n for n in entries if n not in expected]
+    missing = [n for n in names if n not in entries]
     if unknown or missing:
         found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
         raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")

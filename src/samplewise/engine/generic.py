@@ -130,7 +130,7 @@ class GenericGrad(RowwiseGrad):
         for at in range(start, stop, self.step):
             samples = range(at, min(at + self.step, stop))
             parts += repetition(
-                *(self.use.owner_maps[slot].apart(g, samples) for slot, g in self.use.gradients.items())
+                *(self.use.owner_maps[slot].split_samples(g, samples) for slot, g in self.use.gradients.items())
             )
         return accumulable(torch.cat(parts) if len(parts) > 1 else parts[0])
 
@@ -179,7 +179,7 @@ class GenericGrad(RowwiseGrad):
         return grad
 
     def _weighted(self, weights: Tensor) -> dict[int, Tensor]:
-        return {slot: self.use.owner_maps[slot].weighted(g, weights) for slot, g in self.use.gradients.items()}
+        return {slot: self.use.owner_maps[slot].apply_weights(g, weights) for slot, g in self.use.gradients.items()}
 
     def _call(self, gradients: dict[int, Tensor]) -> Tensor:
         with torch.set_grad_enabled(self.differentiable):

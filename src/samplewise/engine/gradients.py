@@ -20,7 +20,7 @@ from samplewise.engine.arguments import (
     named_parameters,
     weights_by_name,
 )
-from samplewise.engine.backward import accumulate_grad, notifying
+from samplewise.engine.backward import accumulate_grad, notify_ready
 from samplewise.engine.deferred_checks import (
     DeferredChecks,
     current_checks,
@@ -124,7 +124,7 @@ def gradients_of_samples(
             "sw.gradients(loss, model, outputs=logits)."
         )
     g = gradients_of(losses, wanted.named, wanted.modules, create_graph, strategy, interacting, wanted.sharded)
-    g._own = True
+    g._by_user = True
     g._scalar_loss = None if outputs is None else loss
     return g
 
@@ -331,7 +331,7 @@ class Gradients:
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
         self._scalar_loss: Tensor | None = None  # the losses are parts of it, which have no meaning as values
-        self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
+        self._by_user = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
         self._norms = Norms(evaluator, checks)
 
@@ -402,7 +402,7 @@ class Gradients:
                 f"dot needs two Gradients with the same number of samples; found {len(self)} and {len(other)}. "
                 "Use g.gram(other) for the inner products of all pairs of samples."
             )
-        return self._with_other(other, "dot", lambda mine, theirs: mine.paired_dot(theirs))
+        return self._with_other(other, "dot", lambda grad, other_grad: grad.paired_dot(other_grad))
 
     def _with_other(
         self, other: Gradients, method: str, quantity: Callable[[PerSampleGrad, PerSampleGrad], Tensor]
@@ -412,17 +412,17 @@ class Gradients:
             raise ParameterError(
                 f"{method} needs another Gradients, from sw.gradients(losses, model); found {type(other).__name__}."
             )
-        shapes, others = ({n: tuple(p.shape) for n, p in g._parameters.items()} for g in (self, other))
-        if shapes != others:
+        shapes, other_shapes = ({n: tuple(p.shape) for n, p in g._parameters.items()} for g in (self, other))
+        if shapes != other_shapes:
             raise ParameterError(
                 f"{method} needs two Gradients of the same parameters; found different names or shapes. "
                 "Pass the same model, or the same dict of tensors, to both calls of sw.gradients."
             )
-        theirs = other._evaluator.grads()
-        mine = self._evaluator.grads()
+        other_grads = other._evaluator.grads()
+        grads = self._evaluator.grads()
         differentiable = self._evaluator.create_graph or other._evaluator.create_graph
         with self._evaluator.context(), torch.set_grad_enabled(differentiable):
-            return {name: quantity(grad, theirs[name]) for name, grad in mine.items() if name in theirs}
+            return {name: quantity(grad, other_grads[name]) for name, grad in grads.items() if name in other_grads}
 
     @overload
     def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: None = None) -> Tensor: ...
@@ -448,7 +448,7 @@ class Gradients:
             columns = check_rows(other, self._parameters)
             parts = self._evaluate(lambda grad, name: grad.gram(DenseGrad(other[name])))
         else:
-            parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
+            parts = self._with_other(other, "gram", lambda grad, other_grad: grad.gram(other_grad))
             columns = len(other)
             other._settle()
         if by is not None:
@@ -476,7 +476,7 @@ class Gradients:
         """
         per_name = weights_by_name(weights, self.names, self._graph.losses, self._checks.add)
         sums = self._like_parameters(self._evaluate(lambda grad, name: grad.sum(per_name[name])))
-        return self._reduced(sums) if all_reduce else sums
+        return self._all_reduce(sums) if all_reduce else sums
 
     def mean(self, *, all_reduce: bool = False) -> dict[str, Tensor]:
         """Mean of per-sample gradients, name -> sum_i g_i / B; with all_reduce=True, over the samples of all ranks."""
@@ -508,9 +508,9 @@ class Gradients:
         Parameters that no loss depends on are left unchanged. For a model sharded with `fully_shard` this is an
         ordinary backward pass, in which torch averages over the ranks.
         """
-        if self._own:
+        if self._by_user:
             refuse_replicas(self._parameters.values())
-        if self._sharded and self._own and isinstance(weights, Mapping):
+        if self._sharded and self._by_user and isinstance(weights, Mapping):
             raise ParameterError(
                 "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
@@ -633,7 +633,7 @@ class Gradients:
         reached = None
         if not self._sharded:
             reached = [self._parameters[name] for name in self._graph.leaves.values() if name not in rows]
-        with graph_alive(), notifying(reached or (), ready):
+        with graph_alive(), notify_ready(reached or (), ready):
             self._graph.check_losses_unchanged()
             if reached != []:
                 torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)
@@ -644,7 +644,7 @@ class Gradients:
                 if ready is not None:
                     ready(p)
 
-    def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _all_reduce(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._evaluator.create_graph and current_group().distributed:
             raise ParameterError(
                 "all_reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "

@@ -26,7 +26,7 @@ from torch._C import _DisableTorchDispatch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from samplewise.core.tensor_bytes import have_same_bytes
-from samplewise.engine.backward import Stops
+from samplewise.engine.backward_segments import Stops
 from samplewise.engine.generic import as_gradient
 from samplewise.engine.graph.graph import EdgeKey, Graph, Node
 from samplewise.engine.graph.hook_registry import (
@@ -34,7 +34,7 @@ from samplewise.engine.graph.hook_registry import (
     HookPlaces,
     foreign_hooks,
     hook_places,
-    removed_afterwards,
+    remove_afterwards,
 )
 from samplewise.engine.graph.saved import run_in_backward
 from samplewise.engine.ownership.local_probe import follows
@@ -94,7 +94,7 @@ class HookChecks:
         self._foreign = foreign_hooks() if self.slots else 0
         self._thread = threading.get_ident()
 
-    def watching(self, stops: Stops) -> AbstractContextManager[None]:
+    def watch(self, stops: Stops) -> AbstractContextManager[None]:
         """Context manager: the backward pass in the block is watched. What arrives at `stops` is passed to `reach`."""
         if not self.slots:
             return nullcontext()
@@ -113,7 +113,7 @@ class HookChecks:
             else:
                 handles.append(nodes[at].register_prehook(partial(self._before, at)))
         handles += [nodes[at].register_hook(partial(self._returned, uses)) for at, uses in consumers.items()]
-        return removed_afterwards(handles)
+        return remove_afterwards(handles)
 
     def start(self, edges: Iterable[tuple[Node, int]], gradients: Iterable[Tensor]) -> None:
         """Note the gradients from which a pass, or a part of it, starts."""
@@ -209,11 +209,11 @@ class HookChecks:
             with torch.no_grad():
                 for at, left in self._left.items():
                     keys = [(at, slot) for slot in self.slots[at] if (at, slot) in self._arrivals]
-                    weighted = {key: owners[key].weighted(self._arrivals[key].value, weights) for key in keys}
+                    weighted = {key: owners[key].apply_weights(self._arrivals[key].value, weights) for key in keys}
                     results = self._call_hooks(at, {slot: g for (_, slot), g in weighted.items()})
                     for key in keys:
                         result = results[key[1]]
-                        expected = owners[key].weighted(left[key[1]], weights)
+                        expected = owners[key].apply_weights(left[key[1]], weights)
                         if result is None or result.shape != expected.shape:
                             flags.append(torch.zeros((), dtype=torch.bool))
                         else:

@@ -60,16 +60,16 @@ def _may_have_hooks_below(plan: Plan, graph: Graph) -> bool:
     if graph.sharded or have_hooks(graph, plan.operands):
         return True
     uses: list[dict[int, EdgeKey]] = [{}]  # several uses of a parameter apart from each other: autograd adds them
-    for planned in (planned for operands in plan.operands.values() for planned in operands):
-        for route, leaf in zip(planned.branch.routes, planned.branch.leaves, strict=True):
-            if planned.branch.entry[0] == leaf or graph.nodes[leaf].variable._backward_hooks:
+    for operand_plan in (operand_plan for operands in plan.operands.values() for operand_plan in operands):
+        for route, leaf in zip(operand_plan.branch.routes, operand_plan.branch.leaves, strict=True):
+            if operand_plan.branch.entry[0] == leaf or graph.nodes[leaf].variable._backward_hooks:
                 continue
             if route.changing is None or not set(route.changing) <= VIEWS:
                 return True
             free = next((one for one in uses if leaf not in one), None)
             if free is None:
                 uses.append(free := {})
-            free[leaf] = planned.branch.entry
+            free[leaf] = operand_plan.branch.entry
     constant = CONSTANTS[int(torch.randint(len(CONSTANTS), (), generator=_generator))]
     return any(_is_changed(graph, entries, constant) for entries in uses if entries)
 
@@ -163,10 +163,10 @@ def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
     names = [name for leaf, name in graph.leaves.items() if not leaf.variable._backward_hooks]
     gradients: dict[str, Tensor] = {}
 
-    def arrived(name: str, gradient: Tensor) -> None:
+    def receive(name: str, gradient: Tensor) -> None:
         gradients[name] = _shown(graph, name, gradient)
 
-    backward_to_leaves(graph, names, weights, arrived)
+    backward_to_leaves(graph, names, weights, receive)
     return gradients
 
 

@@ -19,14 +19,14 @@ from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.exponential import exponential
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.grads.indexed import VIEWS, as_blocks, re_indexed
-from samplewise.engine.grads.normalized import normalized
-from samplewise.engine.grads.scaled import scaled
+from samplewise.engine.grads.indexed import VIEWS, as_blocks, reindex
+from samplewise.engine.grads.normalized import normalize_grad
+from samplewise.engine.grads.scaled import scale_grad
 from samplewise.engine.grads.stacked import StackedGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, operation, scalar
 from samplewise.engine.graph.saved import Saved, saved_tensor_names
 from samplewise.engine.ownership import layouts
-from samplewise.engine.rules.embedding import looked_up
+from samplewise.engine.rules.embedding import lookup_grad
 from samplewise.engine.rules.rule_input import accumulable
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
@@ -50,7 +50,7 @@ def changing_operations(operations: Sequence[str]) -> tuple[str, ...]:
     return tuple(operation for operation in operations if operation not in UNCHANGED)
 
 
-def carried(
+def carry(
     grad: PerSampleGrad,
     changing: tuple[str, ...] | None,
     entry: Edge,
@@ -63,16 +63,16 @@ def carried(
 
     `changing` are the operations on the path to the leaf that change a gradient; None if it is not a single path.
     `indices` returns the indices of an embedding that is the only operation on the path; None if there is no such.
-    `orders`, `key`: see `re_indexed`.
+    `orders`, `key`: see `reindex`.
     """
     if changing is None:
         return None
     if changing == ("Transpose",) and isinstance(grad, StackedGrad) and _swaps_last_dims(entry):
-        return grad.transposed()
+        return grad.transpose()
     if set(changing) <= VIEWS:
-        return re_indexed(grad, entry, leaf, orders, key)
+        return reindex(grad, entry, leaf, orders, key)
     if indices is not None and isinstance(grad, DenseGrad):
-        return _looked_up_once(grad, entry.node, indices(), leaf.shape)
+        return _lookup_once_grad(grad, entry.node, indices(), leaf.shape)
     return None
 
 
@@ -84,11 +84,11 @@ def _swaps_last_dims(entry: Edge) -> bool:
     return {scalar(entry.node, "dim0") % ndim, scalar(entry.node, "dim1") % ndim} == {ndim - 2, ndim - 1}
 
 
-def _looked_up_once(grad: DenseGrad, node: Node, index: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
+def _lookup_once_grad(grad: DenseGrad, node: Node, index: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
     """Gradients of position embeddings, which are looked up once and broadcast to all samples."""
     rows = grad.rows(0, grad.samples)
     gradient = rows.reshape(grad.samples, index.numel(), rows.shape[-1])
-    return looked_up(node, index.reshape(1, -1).expand(grad.samples, -1), gradient, shape)
+    return lookup_grad(node, index.reshape(1, -1).expand(grad.samples, -1), gradient, shape)
 
 
 # --- operations that keep representations ----------------------------------------------------------------------------
@@ -115,23 +115,23 @@ class Lowering(NamedTuple):
     reads: tuple[str, ...] = ()  # names of the saved tensors it needs
 
 
-def _unchanged(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+def _keep(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
     return grad
 
 
-def _transposed(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+def _transpose(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
     if isinstance(grad, DenseGrad):
         return DenseGrad(*(part.mT for part in grad.parts), terms=grad.term_norms)
-    return grad.transposed() if isinstance(grad, FactoredGrad) else None
+    return grad.transpose() if isinstance(grad, FactoredGrad) else None
 
 
-def _viewed(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+def _view(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
     if not isinstance(grad, DenseGrad):
         return None
     return DenseGrad(*(part.reshape(len(part), *below.shape) for part in grad.parts), terms=grad.term_norms)
 
 
-def _permuted(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+def _permute(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
     if not isinstance(grad, DenseGrad):
         return None
     order = list(range(len(below.shape)))
@@ -144,7 +144,7 @@ def _permuted(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved
     return DenseGrad(*(part.permute(0, *(d + 1 for d in order)) for part in grad.parts), terms=grad.term_norms)
 
 
-def _indexed(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+def _index(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
     """Gradients of a table of which entries are looked up, such as a relative position bias: table[index]."""
     index, *others = saved["indices"]
     if (
@@ -162,16 +162,16 @@ def _indexed(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved:
     return DenseGrad(*parts, terms=lambda: term_norms(grad) * len(entries) ** 0.5)
 
 
-def _added(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
-    return grad if operand == 0 or entry.node._saved_alpha == 1 else scaled(grad, float(entry.node._saved_alpha))
+def _add_scaled(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+    return grad if operand == 0 or entry.node._saved_alpha == 1 else scale_grad(grad, float(entry.node._saved_alpha))
 
 
 def _times_number(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
     factor = saved["other" if operand == 0 else "self"] if saved else entry.node._saved_other  # a Python number
     if not isinstance(factor, Tensor):
-        return scaled(grad, float(factor))
+        return scale_grad(grad, float(factor))
     if factor.numel() == 1:
-        return scaled(grad, accumulable(factor.reshape(())))
+        return scale_grad(grad, accumulable(factor.reshape(())))
     return _elementwise(grad, entry, below, operand, saved)
 
 
@@ -179,7 +179,7 @@ def _elementwise(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, sa
     """Gradients of an operand of elementwise operations, which multiply each element by a factor."""
     ones = torch.ones(entry.shape, dtype=entry.dtype, device=entry.device)
     (factors,) = pull_back(ones, entry, [below], torch.is_grad_enabled())
-    return scaled(grad, accumulable(factors))
+    return scale_grad(grad, accumulable(factors))
 
 
 def _in_product(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
@@ -205,12 +205,12 @@ def _exponential(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, sa
 ELEMENTWISE = Lowering(_elementwise)
 LOWERED = {
     **dict.fromkeys(layouts.ELEMENTWISE.split(), ELEMENTWISE),
-    **dict.fromkeys(UNCHANGED, Lowering(_unchanged)),
-    **dict.fromkeys(layouts.VIEWS - UNCHANGED, Lowering(_viewed)),
-    **dict.fromkeys(("Permute", "Transpose"), Lowering(_permuted)),
-    "Index": Lowering(_indexed, ("indices",)),
-    "T": Lowering(_transposed),
-    "Add": Lowering(_added),
+    **dict.fromkeys(UNCHANGED, Lowering(_keep)),
+    **dict.fromkeys(layouts.VIEWS - UNCHANGED, Lowering(_view)),
+    **dict.fromkeys(("Permute", "Transpose"), Lowering(_permute)),
+    "Index": Lowering(_index, ("indices",)),
+    "T": Lowering(_transpose),
+    "Add": Lowering(_add_scaled),
     "Mul": Lowering(_times_number, ("self", "other")),
     "Mm": Lowering(_in_product, ("self", "mat2")),
     "LinalgMatrixExp": Lowering(_exponential, ("self",)),
@@ -262,7 +262,7 @@ def descent(graph: Graph, entry: Edge, leaves: Sequence[Node]) -> Descent:
 
 
 def reads_of(path: Descent, graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Names of the saved tensors that `lowered` reads, by position."""
+    """Names of the saved tensors that `lower` reads, by position."""
     reads = {step.entry[0]: step.reads for step in path.steps}
     if path.last is not None:
         kind = graph.operations[graph.nodes[path.last]]
@@ -270,7 +270,7 @@ def reads_of(path: Descent, graph: Graph) -> dict[int, tuple[str, ...]]:
     return {at: names for at, names in reads.items() if names}
 
 
-def lowered(
+def lower(
     grad: PerSampleGrad, entry: EdgeKey, path: Descent, graph: Graph, read: Callable[[Node], Saved]
 ) -> tuple[PerSampleGrad, EdgeKey, Mapping[int, PerSampleGrad]]:
     """Convert the representation of an operand as far as possible: the representation, where it is one of, and those of
@@ -291,7 +291,7 @@ def lowered(
         edge = graph.edge(entry)
         saved = read(edge.node)
         if operation(edge.node) == WEIGHT_NORM:
-            grads = normalized(grad, *(accumulable(saved[name]) for name in WEIGHT_NORM_READS)) or ()
+            grads = normalize_grad(grad, *(accumulable(saved[name]) for name in WEIGHT_NORM_READS)) or ()
         else:
             operands = [Edge(*child) for child in edge.node.next_functions]
             grads = [
@@ -305,7 +305,7 @@ def lowered(
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def combined(grads: Sequence[PerSampleGrad], name: str, shared: dict[object, bool]) -> PerSampleGrad:
+def combine(grads: Sequence[PerSampleGrad], name: str, shared: dict[object, bool]) -> PerSampleGrad:
     """Merge all uses of a parameter into one representation, so that norms include the cross terms between uses.
     `shared`: see `as_blocks`.
     """

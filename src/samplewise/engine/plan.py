@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.engine.backward import OperandGradients, Stops, stops_at
+from samplewise.engine.backward import OperandGradients
+from samplewise.engine.backward_segments import Stops, stops_at
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
@@ -46,11 +47,11 @@ from samplewise.engine.ownership.verify import verify_again
 from samplewise.engine.parameter_side import (
     NO_DESCENT,
     Descent,
-    carried,
+    carry,
     changing_operations,
-    combined,
+    combine,
     descent,
-    lowered,
+    lower,
     paths_to_leaves,
     reads_of,
 )
@@ -133,7 +134,7 @@ class Plan:
     operations: dict[int, str]  # by node at the cut
     operand_rules: dict[int, OperandRule]  # of nodes that need not be run, by node at the cut
     pending: set[EdgeKey]  # edges whose ownership is not verified yet, because gradients were zero
-    orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `re_indexed`
+    orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `reindex`
     shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
     verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
@@ -168,9 +169,9 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         key = (graph.structure.operations[at], position)
         rule = rules[key] = RULES.get(key)
         reads.setdefault(at, {}).update(dict.fromkeys(rule.reads if rule is not None else ()))
-        planned = _plan_operand(graph, cut, at, position, rule, branch)
-        operands.setdefault(at, []).append(planned)
-        for below, names in reads_of(planned.descent, graph).items():
+        operand_plan = _plan_operand(graph, cut, at, position, rule, branch)
+        operands.setdefault(at, []).append(operand_plan)
+        for below, names in reads_of(operand_plan.descent, graph).items():
             reads.setdefault(below, {}).update(dict.fromkeys(names))
         for route in branch.routes:
             uses[route.name] = uses.get(route.name, 0) + 1
@@ -193,9 +194,9 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         recomputed=cut.recomputed,
         derivation=cut.derivation,
         has_functions=any(
-            planned.branch.function is not None or is_python_function(graph.nodes[at])
+            operand_plan.branch.function is not None or is_python_function(graph.nodes[at])
             for at, operands_of_node in operands.items()
-            for planned in operands_of_node
+            for operand_plan in operands_of_node
         ),
         data_entries=cut.data_entries,
         operations=operations,
@@ -405,7 +406,9 @@ class GradBuilder:
         """
         if self.graph.sharded:
             leaves = [
-                self.graph.nodes[leaf].variable for planned in self.plan.operands[at] for leaf in planned.branch.leaves
+                self.graph.nodes[leaf].variable
+                for operand_plan in self.plan.operands[at]
+                for leaf in operand_plan.branch.leaves
             ]
             with unsharded(leaves):  # a pass may have left their module
                 self._add(at, gradients)
@@ -417,17 +420,17 @@ class GradBuilder:
         saved = self._reader.take(node)
         self._gradients = gradients
         grads: list[PerSampleGrad] = []
-        for planned in self.plan.operands[at]:
+        for operand_plan in self.plan.operands[at]:
             grad = None
             if gradients:
-                use = Use(node, planned.operand, gradients, saved)
-            if not gradients or planned.empty:
-                grad = self._zeros(planned)
-            elif planned.rule is not None and node not in self._reader.sparse:  # rules are for strided tensors
-                rule = planned.rule
+                use = Use(node, operand_plan.operand, gradients, saved)
+            if not gradients or operand_plan.empty:
+                grad = self._zeros(operand_plan)
+            elif operand_plan.rule is not None and node not in self._reader.sparse:  # rules are for strided tensors
+                rule = operand_plan.rule
                 grad = rule.factors(use) if self.factors and rule.factors is not None else rule.grad(use)
             if grad is None:
-                generic = GenericGrad(use, self.differentiable, self._verdicts, (at, planned.operand.position))
+                generic = GenericGrad(use, self.differentiable, self._verdicts, (at, operand_plan.operand.position))
                 grad = generic.broadcast() or generic
                 if is_python_function(node):
                     self._check_linear(generic, self.plan.operations[at])
@@ -438,7 +441,7 @@ class GradBuilder:
                             f"{self.graph.samples} calls of it in each step",
                             "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",
                         )
-            grads += self._carry(planned, grad)
+            grads += self._carry(operand_plan, grad)
         if self.keep and grads:
             # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
             read = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
@@ -450,24 +453,24 @@ class GradBuilder:
         of_operands = self.plan.operand_rules.get(at)
         return partial(of_operands.gradients, use) if of_operands is not None and gradients else None
 
-    def _carry(self, planned: OperandPlan, grad: PerSampleGrad) -> list[PerSampleGrad]:
+    def _carry(self, operand_plan: OperandPlan, grad: PerSampleGrad) -> list[PerSampleGrad]:
         """Convert the representation of an operand into those of the parameters below it. Returns those that may refer
         to the tensors of the operation.
         """
         referring: list[PerSampleGrad] = []
         pullback: Pullback | None = None
-        for route in planned.branch.routes:
+        for route in operand_plan.branch.routes:
             converted: PerSampleGrad | None = grad
             if route.changing == ("T",) and isinstance(grad, FactoredGrad):  # without edges, which take microseconds
-                converted = grad.transposed()
+                converted = grad.transpose()
             elif route.changing != ():
-                entry = self.graph.edge(planned.branch.entry)
-                leaf = Edge(self.graph.nodes[planned.branch.leaves[route.number]], 0)
-                indices = self._indices(planned) if route.looks_up else None
-                key = (planned.branch.entry, route.number)
-                converted = carried(grad, route.changing, entry, leaf, indices, self.plan.orders, key)
+                entry = self.graph.edge(operand_plan.branch.entry)
+                leaf = Edge(self.graph.nodes[operand_plan.branch.leaves[route.number]], 0)
+                indices = self._indices(operand_plan) if route.looks_up else None
+                key = (operand_plan.branch.entry, route.number)
+                converted = carry(grad, route.changing, entry, leaf, indices, self.plan.orders, key)
             if converted is None:
-                pullback = self._pullback(planned, grad) if pullback is None else pullback
+                pullback = self._pullback(operand_plan, grad) if pullback is None else pullback
                 converted = pullback.grad(route.number)
             if not self._add_use(route.name, converted):
                 referring.append(converted)
@@ -482,7 +485,7 @@ class GradBuilder:
             uses.append(grad)
             if len(uses) < self.plan.uses[name]:
                 return False
-            grad = combined(self._uses.pop(name), name, self.plan.shared)
+            grad = combine(self._uses.pop(name), name, self.plan.shared)
         if self.keep and isinstance(grad, (FactoredGrad, StackedGrad)):
             grad = grad.compact()
             is_copied = isinstance(grad, DenseGrad)
@@ -529,26 +532,26 @@ class GradBuilder:
             self._finish(name, grad)
         self.grads.update(large)  # small ones come first: every bucket of an all-reduce waits for some of them
 
-    def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
-        entry = self.graph.edge(planned.branch.entry)
+    def _zeros(self, operand_plan: OperandPlan) -> PerSampleGrad:
+        entry = self.graph.edge(operand_plan.branch.entry)
         device = self.graph.losses.device
         return DenseGrad(torch.zeros(self.graph.samples, *entry.shape, dtype=entry.dtype, device=device))
 
-    def _pullback(self, planned: OperandPlan, grad: PerSampleGrad) -> Pullback:
-        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in planned.branch.leaves]
-        entry = planned.branch.entry
+    def _pullback(self, operand_plan: OperandPlan, grad: PerSampleGrad) -> Pullback:
+        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in operand_plan.branch.leaves]
+        entry = operand_plan.branch.entry
         verdicts: Verdicts | None = None
         closed: Mapping[int, PerSampleGrad] = {}
-        if self._pulls_back_in_batches(planned, leaves):
+        if self._pulls_back_in_batches(operand_plan, leaves):
             verdicts = self._verdicts
             self._settle_terms(grad)
-            grad, entry, closed = lowered(grad, entry, planned.descent, self.graph, self._reader.take)
+            grad, entry, closed = lower(grad, entry, operand_plan.descent, self.graph, self._reader.take)
         pullback = Pullback(grad, self.graph.edge(entry), entry, leaves, self.differentiable, verdicts, closed)
-        if planned.branch.function is not None:
-            self._check_linear(pullback, planned.branch.function)
+        if operand_plan.branch.function is not None:
+            self._check_linear(pullback, operand_plan.branch.function)
         return pullback
 
-    def _pulls_back_in_batches(self, planned: OperandPlan, leaves: Iterable[Edge]) -> bool:
+    def _pulls_back_in_batches(self, operand_plan: OperandPlan, leaves: Iterable[Edge]) -> bool:
         """False if a hook or Python Function, which may store gradients, would get the tensors of torch.vmap."""
         if (
             self.graph.sharded
@@ -556,12 +559,12 @@ class GradBuilder:
             or any(leaf.node.variable._backward_hooks for leaf in leaves)
         ):
             return False
-        functions = self.graph.structure.functions if planned.branch.function is not None else ()
+        functions = self.graph.structure.functions if operand_plan.branch.function is not None else ()
         return all(supports_batches(self.graph.nodes[at]) for at in functions)
 
-    def _indices(self, planned: OperandPlan) -> Callable[[], Tensor]:
+    def _indices(self, operand_plan: OperandPlan) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            indices: Tensor = self._reader.take(self.graph.nodes[planned.branch.entry[0]])["indices"]
+            indices: Tensor = self._reader.take(self.graph.nodes[operand_plan.branch.entry[0]])["indices"]
             self.versions.record([indices])
             return indices
 

@@ -301,10 +301,12 @@ def _cause_of_rule(last: _Round, operation: str) -> str:
     for at in (at for at, name in plan.operations.items() if name == operation):
         if any(str(plan.owner_maps[at, slot]) != "regular" for slot in plan.stops.slots[at]):
             causes["rows of samples in an irregular order"] = None
-        for planned in plan.operands[at]:
-            if planned.rule is None and not planned.empty:
+        for operand_plan in plan.operands[at]:
+            if operand_plan.rule is None and not operand_plan.empty:
                 batches = supports_batches(last.graph.nodes[at])
                 causes["no rule" if batches else "no rule, one call of its backward per sample"] = None
-            if not all(route.changing is not None and set(route.changing) <= VIEWS for route in planned.branch.routes):
+            if not all(
+                route.changing is not None and set(route.changing) <= VIEWS for route in operand_plan.branch.routes
+            ):
                 causes["operations between it and its parameters"] = None
     return "; ".join(causes)

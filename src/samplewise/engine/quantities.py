@@ -37,10 +37,10 @@ class Norms:
         self._evaluator = evaluator
         self._graph = evaluator.graph
         self._checks = checks
-        self._known: dict[str, Tensor] | None = None
+        self._norms: dict[str, Tensor] | None = None
         self._ordinary = False  # True if the norms of samples are known, and neither too small nor too large
         self._joint: set[str] = set()  # parameters of a pack that have the norms of the pack
-        self._scaled: dict[str, Tensor] | None = None
+        self._scaled_norms_of: dict[str, Tensor] | None = None
         self._terms: dict[str, Tensor] | None = None  # see `track_terms`
 
     def track_terms(self) -> None:
@@ -85,13 +85,13 @@ class Norms:
         """Norms (B,) of each parameter; with create_graph their squares, which are differentiable where they are zero.
         joint: the parameters of a pack may have the norms of the pack instead, as one tensor.
         """
-        if self._known is None or (self._joint and not joint):
-            known = self._known and {name: norms for name, norms in self._known.items() if name not in self._joint}
+        if self._norms is None or (self._joint and not joint):
+            earlier = self._norms and {name: norms for name, norms in self._norms.items() if name not in self._joint}
             self._joint.clear()
-            self._known = self._evaluator.evaluate(partial(self._quantity_of, joint, known or {}))
-        return self._known
+            self._norms = self._evaluator.evaluate(partial(self._quantity_of, joint, earlier or {}))
+        return self._norms
 
-    def _quantity_of(self, joint: bool, known: dict[str, Tensor], grad: PerSampleGrad, name: str) -> Tensor:
+    def _quantity_of(self, joint: bool, earlier: dict[str, Tensor], grad: PerSampleGrad, name: str) -> Tensor:
         if self._terms is not None and (terms := grad.term_norms()) is not None:
             self._terms[name] = terms
         if self._evaluator.create_graph:
@@ -99,7 +99,7 @@ class Norms:
         if joint and isinstance(grad, PackedGrad):
             self._joint.add(name)
             return grad.pack.norms
-        return known[name] if name in known else grad.norms()
+        return earlier[name] if name in earlier else grad.norms()
 
     def _total(self, parts: dict[str, Tensor]) -> Tensor:
         """Norms (B,) over all parameters, in their order, not that of the backward pass, to be bit-reproducible."""
@@ -142,9 +142,9 @@ class Norms:
         return norms
 
     def _scaled_parts(self) -> dict[str, Tensor]:
-        if self._scaled is None:
-            self._scaled = self._with_canceled_norms()
-        return self._scaled
+        if self._scaled_norms_of is None:
+            self._scaled_norms_of = self._with_canceled_norms()
+        return self._scaled_norms_of
 
     def _with_canceled_norms(self) -> dict[str, Tensor]:
         """Norms of each parameter. Those that are NaN because a sum of pairs cancels are computed from rows: one host

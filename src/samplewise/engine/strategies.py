@@ -165,7 +165,7 @@ class QuantityEvaluator:
         """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
         if name not in self._exposed:
             self._exposed[name] = Versions()
-            self._exposed[name].record(grad.kept)
+            self._exposed[name].record(grad.row_tensors)
 
     def _check_exposed(self) -> None:
         for versions in self._exposed.values():
@@ -294,16 +294,16 @@ class BackwardStrategy:
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
         keep_freed_memory()
-        built = self._pass(quantity, keep)
-        if built is None:
+        builder = self._pass(quantity, keep)
+        if builder is None:
             self.plan = self.planner.plan_by_probe()
-            built = self._pass(quantity, keep)
-            assert built is not None
-        if built.not_linear is not None:  # raised after the pass, which may be one of the caller
-            raise NotLinearError(built.not_linear)
+            builder = self._pass(quantity, keep)
+            assert builder is not None  # a probed plan has no proof that a pass could refute
+        if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
+            raise NotLinearError(builder.not_linear)
         if may_have_hooks(self.planner.graph):
             refuse_hooks_below_cut(self.plan, self.planner.graph)
-        built.finish()
+        builder.finish()
         if not self.plan.proven:
             warn_if_slow(
                 self.planner.graph,
@@ -311,10 +311,10 @@ class BackwardStrategy:
                 "about ten backward passes in each step",
                 "Write the operation so that each sample has rows of its own, or pass samples that do not interact.",
             )
-        self.versions = built.versions
-        self.grads = built.grads
-        self.rows = built.rows
-        return built.results
+        self.versions = builder.versions
+        self.grads = builder.grads
+        self.rows = builder.rows
+        return builder.results
 
     def _pass(self, quantity: Quantity, keep: bool, watches: bool = True) -> GradBuilder | None:
         """Run one backward pass; None if it has shown that a proof of ownership does not hold.
@@ -350,7 +350,7 @@ class BackwardStrategy:
         functions = FunctionChecks(graph, () if weighs else plan.functions)
         sums: dict[Edge, Tensor] = {}  # of the absolute values of each sample in this pass
 
-        def arrived(at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
+        def record_and_add(at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
             nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
             if weighs:
                 for slot, g in gradients.items():
@@ -358,9 +358,9 @@ class BackwardStrategy:
             hooks.reach(at, gradients)
             return builder.add(at, gradients)
 
-        receive = arrived if pending or weighs or hooks.slots else builder.add
+        receive = record_and_add if pending or weighs or hooks.slots else builder.add
         self.ordinary = None
-        with functions.watching(), hooks.watching(plan.stops):
+        with functions.watch(), hooks.watch(plan.stops):
             if run is None:
                 backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks)
             elif not watch_backward(graph, plan.stops, receive, run):
@@ -426,11 +426,11 @@ class SingleSampleStrategy:
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         results: dict[str, Any] = {}
 
-        def arrived(name: str, gradient: Tensor) -> None:
+        def receive(name: str, gradient: Tensor) -> None:
             results[name] = quantity(DenseGrad(gradient[None]), name)
 
         graph = self.graph
-        backward_to_leaves(graph, graph.leaves.values(), torch.ones_like(graph.losses), arrived)
+        backward_to_leaves(graph, graph.leaves.values(), torch.ones_like(graph.losses), receive)
         return results
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:

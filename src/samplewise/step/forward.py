@@ -19,7 +19,7 @@ from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.text import plural
 from samplewise.engine.arguments import check_attached
-from samplewise.engine.backward import accumulate_sum, notifying
+from samplewise.engine.backward import accumulate_sum, notify_ready
 from samplewise.engine.deferred_checks import current_checks
 from samplewise.engine.gradients import (
     Gradients,
@@ -216,7 +216,7 @@ class LossEvaluator:
         """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
         scale = self.precision.scale
         scaled = torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
-        with self.strategy.summing(), notifying(self.trained.named.values(), self.ready):
+        with self.strategy.summing(), notify_ready(self.trained.named.values(), self.ready):
             accumulate_sum(losses, scaled)
 
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:

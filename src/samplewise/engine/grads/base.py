@@ -52,7 +52,7 @@ class PerSampleGrad(ABC):
         """Gradients of samples start to stop - 1, (stop - start, *shape)."""
 
     @property
-    def kept(self) -> tuple[Tensor, ...]:
+    def row_tensors(self) -> tuple[Tensor, ...]:
         """Tensors that results of `rows` may be views of. They must not change."""
         return ()
 

@@ -24,7 +24,7 @@ VIEWS = {
 }
 
 
-def re_indexed(
+def reindex(
     grad: PerSampleGrad, entry: Edge, leaf: Edge, known: dict[object, str], key: object
 ) -> PerSampleGrad | None:
     """Gradients of the parameter from those of the operand; None if the operand is complex.
@@ -49,7 +49,7 @@ def re_indexed(
         if known[key] == "straight":
             return FactoredGrad(grad.terms, leaf.shape)
         if known[key] == "transposed":
-            return FactoredGrad(grad.transposed().terms, leaf.shape)
+            return FactoredGrad(grad.transpose().terms, leaf.shape)
     return IndexedGrad(grad, positions)
 
 

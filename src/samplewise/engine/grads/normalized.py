@@ -22,7 +22,7 @@ from samplewise.engine.grads.factored import FactoredGrad, Term
 ENOUGH_LEFT = 0.5
 
 
-def normalized(grad: PerSampleGrad, v: Tensor, g: Tensor, norms: Tensor) -> tuple[PerSampleGrad, DenseGrad] | None:
+def normalize_grad(grad: PerSampleGrad, v: Tensor, g: Tensor, norms: Tensor) -> tuple[PerSampleGrad, DenseGrad] | None:
     """Gradients of v and g from those of w; None for a representation that this is not for. `norms`: of the rows of v,
     in the shape of g.
     """

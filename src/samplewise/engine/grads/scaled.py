@@ -9,7 +9,7 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 
 
-def scaled(grad: PerSampleGrad, factor: Tensor | float) -> PerSampleGrad:
+def scale_grad(grad: PerSampleGrad, factor: Tensor | float) -> PerSampleGrad:
     """The gradients of `grad`, in its shape, times a factor that is a number or has this shape."""
     if isinstance(grad, FactoredGrad):
         is_number = not isinstance(factor, Tensor) or factor.dim() == 0

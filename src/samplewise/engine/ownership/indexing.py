@@ -33,23 +33,23 @@ def read_owners(graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap]) ->
         return None
     dim, owner = rows
     if operation == "IndexAdd":
-        return None if scalar(node, "source_dim") == 0 else _added(node, shape, dim, owner)
+        return None if scalar(node, "source_dim") == 0 else _owners_of_add(node, shape, dim, owner)
     if operation == "Index":
         indices = _integers(node._saved_indices)
     else:
         indices = [None] * (scalar(node, "dim") % len(shape)) + [node._saved_index.reshape(-1)]
-    return None if indices is None else [_chosen(node, indices, dim, owner, sole_owner(owner_maps[0]))]
+    return None if indices is None else [_owners_of_choice(node, indices, dim, owner, sole_owner(owner_maps[0]))]
 
 
-def _added(node: Node, shape: tuple[int, ...], dim: int, owner: Tensor) -> list[Tensor]:
+def _owners_of_add(node: Node, shape: tuple[int, ...], dim: int, owner: Tensor) -> list[Tensor]:
     """Owners of both operands: the tensor has those of the output, the source those of the entries it is added to."""
     index = node._saved_index.reshape(-1)
-    moved = scalar(node, "dim") % len(shape)
-    size = (*shape[:moved], len(index), *shape[moved + 1 :])  # that of the source
-    return [along(dim, owner, shape), along(dim, owner[index] if moved == dim else owner, size)]
+    indexed_dim = scalar(node, "dim") % len(shape)
+    size = (*shape[:indexed_dim], len(index), *shape[indexed_dim + 1 :])  # that of the source
+    return [along(dim, owner, shape), along(dim, owner[index] if indexed_dim == dim else owner, size)]
 
 
-def _chosen(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, sole: int | None) -> Tensor:
+def _owners_of_choice(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, sole: int | None) -> Tensor:
     """Owners of a tensor of which entries were chosen; `sole`: the owner of the whole output."""
     whole = Edge(*node.next_functions[0]).shape
     at = [d for d, index in enumerate(indices) if index is not None]

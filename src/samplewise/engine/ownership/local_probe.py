@@ -24,7 +24,7 @@ from torch import Tensor
 
 from samplewise.engine.generic import as_gradient, call
 from samplewise.engine.graph.graph import Edge, Graph, Node, is_python_function
-from samplewise.engine.graph.hook_registry import removed_afterwards
+from samplewise.engine.graph.hook_registry import remove_afterwards
 from samplewise.engine.ownership.indexing import read_owners
 from samplewise.engine.ownership.linearity import NotLinearError
 from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, switches
@@ -102,7 +102,7 @@ class Claim:
         plain = passes.run()
         for weights in _distinct_weights(graph):
             for gradient, p, owner_map in zip(passes.run(weights), plain, self.operands.values(), strict=True):
-                yield follows(gradient, owner_map.weighted(p, weights), graph)
+                yield follows(gradient, owner_map.apply_weights(p, weights), graph)
 
 
 def hold(claims: Sequence[Claim], graph: Graph) -> bool:
@@ -119,7 +119,7 @@ class FunctionChecks:
         self.claims = claims
         self.hold = True  # False as soon as a claim does not hold
 
-    def watching(self) -> AbstractContextManager[None]:
+    def watch(self) -> AbstractContextManager[None]:
         """Context manager: the claims are verified by backward passes in the block, with one more call of each
         function. Its result must follow the weights of the samples: else it mixes them, or is not linear.
         """
@@ -127,7 +127,7 @@ class FunctionChecks:
             return nullcontext()
         nodes = self.graph.nodes
         handles = [nodes[claim.node].register_hook(partial(self._compare, claim)) for claim in self.claims]
-        return removed_afterwards(handles)
+        return remove_afterwards(handles)
 
     def _compare(
         self, claim: Claim, operands: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
@@ -136,7 +136,7 @@ class FunctionChecks:
         arrived = {slot: g.detach() for slot in claim.outputs if (g := outputs[slot]) is not None}
         sizes = torch.stack([claim.outputs[slot].sizes(g) for slot, g in arrived.items()]).sum(0)
         for weights in distinct_powers(graph, sizes, base=WIDE, digits=1):
-            weighted = {slot: claim.outputs[slot].weighted(g, weights) for slot, g in arrived.items()}
+            weighted = {slot: claim.outputs[slot].apply_weights(g, weights) for slot, g in arrived.items()}
             with torch.no_grad():
                 results = call(graph.nodes[claim.node], weighted)
             for position, owner_map in claim.operands.items():
@@ -146,7 +146,7 @@ class FunctionChecks:
                     self.hold &= gradient is result
                 else:
                     edge = Edge(*graph.nodes[claim.node].next_functions[position])
-                    expected = owner_map.weighted(as_gradient(gradient.detach(), edge), weights)
+                    expected = owner_map.apply_weights(as_gradient(gradient.detach(), edge), weights)
                     self.hold &= bool(follows(as_gradient(result, edge), expected, graph))
 
 
@@ -201,7 +201,7 @@ class _NodePasses:
     def run(self, weights: Tensor | None = None, at: Collection[int] | None = None) -> list[Tensor]:
         gradients = self.gradients
         if weights is not None:
-            gradients = {slot: self.owner_maps[slot].weighted(g, weights) for slot, g in gradients.items()}
+            gradients = {slot: self.owner_maps[slot].apply_weights(g, weights) for slot, g in gradients.items()}
         return self.call(gradients, at)
 
     def call(self, gradients: dict[int, Tensor], at: Collection[int] | None = None) -> list[Tensor]:

@@ -21,9 +21,9 @@ from samplewise.engine.ownership.owner_map import (
     Irregular,
     OwnerMap,
     Regular,
-    merged,
-    owned_by,
+    merge_owners,
     owner_map_at,
+    single_owner,
     sole_owner,
 )
 from samplewise.engine.ownership.probe import NO_OWNER
@@ -75,13 +75,13 @@ def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
                     conflicts.add(child)
                     owner_maps.pop(child, None)
             continue
-        moved = _moved(graph, at, arriving, children, side, ownership, probes)
-        for child, owner_map in zip(children, moved, strict=True):
+        operand_maps = _move_through(graph, at, arriving, children, side, ownership, probes)
+        for child, owner_map in zip(children, operand_maps, strict=True):
             if child is None or child in conflicts:
                 continue
             if child in owner_maps:
                 both = (owner_maps[child], owner_map)
-                owner_map = merged(*both, graph.sizes.shapes[child])
+                owner_map = merge_owners(*both, graph.sizes.shapes[child])
                 ownership.contradicted |= owner_map is None and None not in both and ownership.probed
             if owner_map is None:
                 conflicts.add(child)
@@ -96,7 +96,7 @@ def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
     return ownership
 
 
-def _moved(
+def _move_through(
     graph: Graph,
     at: int,
     owner_maps: dict[int, OwnerMap],
@@ -117,12 +117,14 @@ def _moved(
     if not is_function and all(
         isinstance(owner_map, Irregular) and not owner_map.owner.numel() for owner_map in owner_maps.values()
     ):
-        return [owned_by(NO_OWNER, graph.edge(child), graph.samples) if child else None for child in children]  # zeros
+        return [
+            single_owner(NO_OWNER, graph.edge(child), graph.samples) if child else None for child in children
+        ]  # zeros
     soles = {sole_owner(owner_map) for owner_map in owner_maps.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None
     copies = probes and graph.structure.operations[at] in COPYING
     if sole is not None and not copies:  # what is computed from the gradient of one sample belongs to it
-        return [owned_by(sole, graph.edge(child), graph.samples) if child else None for child in children]
+        return [single_owner(sole, graph.edge(child), graph.samples) if child else None for child in children]
     answers: list[OwnerMap | SampleDim | None]
     if sole is not None:  # but not the elements that were not copied
         answers = [UNDECIDED] * len(children)
@@ -134,7 +136,7 @@ def _moved(
             for position, child in enumerate(children):
                 shape = graph.sizes.shapes[child] if child else None
                 answers[position] = _sum(answers[position], more[position], shape)
-    moved: list[OwnerMap | None] = []
+    operand_maps: list[OwnerMap | None] = []
     unknown: list[int] = []
     for position, answer in enumerate(answers):
         if isinstance(answer, SampleDim):
@@ -142,14 +144,14 @@ def _moved(
             if child is not None and child[0] not in side:
                 unknown.append(position)
             answer = None
-        moved.append(answer)
+        operand_maps.append(answer)
     if unknown and probes:
         answers_of_node = probe_node(graph, node, owner_maps, unknown, ownership.exact)
         ownership.contradicted |= ownership.probed and None in answers_of_node.values()
         for position, owner_map in answers_of_node.items():
-            moved[position] = owner_map
+            operand_maps[position] = owner_map
         _note(graph, at, owner_maps, answers_of_node, ownership)
-    return moved
+    return operand_maps
 
 
 def _sum(
@@ -160,7 +162,7 @@ def _sum(
         return first
     if shape is None or isinstance(first, SampleDim | None) or isinstance(second, SampleDim | None):
         return UNDECIDED
-    return merged(first, second, shape) or UNDECIDED
+    return merge_owners(first, second, shape) or UNDECIDED
 
 
 # Operations whose routing is fixed by numbers and shapes, which are equal in all graphs of a structure.
@@ -200,18 +202,18 @@ def _by_layout(
     if operation in VIEWS:
         if isinstance(owner_map, Regular):
             return [owner_map] * len(children)
-        return [owner_map.viewed(shapes[child]) if child else None for child in children]
+        return [owner_map.view_as(shapes[child]) if child else None for child in children]
     shape = shapes[at, slot]
     place = locate(owner_map.inner, shape, graph.samples) if isinstance(owner_map, Regular) else owner_map.place
     mover = MOVERS.get(operation)
     if place is None or mover is None:
         return [UNDECIDED] * len(children)
     places = mover(graph.nodes[at], place, shape, [shapes[child] if child else None for child in children])
-    moved: list[OwnerMap | SampleDim | None] = []
+    operand_maps: list[OwnerMap | SampleDim | None] = []
     steps.append(place.dim)
     for to, child in zip(places, children, strict=True):
         if to is None or child is None:
-            moved.append(None)
+            operand_maps.append(None)
             steps.append(None)
         elif (
             ownership.exact
@@ -220,11 +222,13 @@ def _by_layout(
             and shapes[child][to.dim] != shape[place.dim]
         ):
             steps.append(None)
-            moved.append(UNDECIDED)
+            operand_maps.append(UNDECIDED)
         else:
             steps.append(to.dim if to.post == place.post else (to.dim,))
-            moved.append(UNDECIDED if to is UNDECIDED else owner_map_at(to, shapes[child], graph.samples) or UNDECIDED)
-    return moved
+            operand_maps.append(
+                UNDECIDED if to is UNDECIDED else owner_map_at(to, shapes[child], graph.samples) or UNDECIDED
+            )
+    return operand_maps
 
 
 def is_identity(node: Node, sharded: bool) -> bool:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
+from samplewise.engine.backward import backward_past, gradients_at
+from samplewise.engine.backward_segments import Stops, stops_at
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, numel
 from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
 from samplewise.engine.ownership.linearity import check_linear
@@ -225,11 +226,11 @@ def _block_sums(
     """Sum of absolute values over the block of each sample, (b,) in float64, for each edge that gets a gradient."""
     sums: dict[Edge, Tensor] = {}
 
-    def arrived(stop: int, gradients: dict[int, Tensor]) -> None:
+    def receive(stop: int, gradients: dict[int, Tensor]) -> None:
         for slot, gradient in gradients.items():
             edge = graph.edge((stop, slot))
             if edge in owner_maps:
                 sums[edge] = owner_maps[edge].sizes(gradient.detach())
 
-    backward_past(graph, stops or stops_at(graph, [edge.node for edge in owner_maps]), arrived, weights)
+    backward_past(graph, stops or stops_at(graph, [edge.node for edge in owner_maps]), receive, weights)
     return sums

@@ -24,7 +24,7 @@ from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scaled
+from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scale_to_one
 from samplewise.engine.grads.matrix_kernels import bmm, is_plain
 from samplewise.engine.graph.graph import Node, scalar
 from samplewise.engine.rules.rule_input import Use, summed
@@ -227,8 +227,8 @@ class ConvolutionGrad(PerSampleGrad):
         return self.positions > 1
 
     def scaled_norms(self) -> Tensor:
-        x, of_x = scaled(self.x)
-        g, of_g = scaled(self.g)
+        x, of_x = scale_to_one(self.x)
+        g, of_g = scale_to_one(self.g)
         return by_rows.root(ConvolutionGrad(x, g, self.weight, self.settings).squared_norms(False)) * of_x * of_g
 
     def _norms_by_pairs(self, start: int, stop: int, exactly: bool) -> Tensor:
@@ -237,7 +237,7 @@ class ConvolutionGrad(PerSampleGrad):
         g = self._by_position(self.g[start:stop])
         pairs = PairSums()
         pairs.add(bmm(patches, patches.transpose(1, 2)), bmm(g, g.transpose(1, 2)))
-        return pairs.checked((lambda samples: self._some_norms(samples + start)) if exactly else None)
+        return pairs.settle((lambda samples: self._some_norms(samples + start)) if exactly else None)
 
     def _some_norms(self, samples: Tensor) -> Tensor:
         return by_rows.squared_norms(ConvolutionGrad(self.x[samples], self.g[samples], self.weight, self.settings))

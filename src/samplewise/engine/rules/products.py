@@ -26,7 +26,7 @@ def left_operand(use: Use, right: str, scale: float = 1) -> PerSampleGrad | None
     """Gradients of W in mm(W, a): outer products of the columns of the output's gradient with the columns of a."""
     columns = use.permuted_rows((1, 0), 1)
     grad = _outer(columns, use.tensor(right).T, use.gradient.T, (use.shape[1], use.shape[0]), scale)
-    return grad.transposed() if grad is not None else None
+    return grad.transpose() if grad is not None else None
 
 
 def _outer(rows: RowGather | None, a: Tensor, g: Tensor, shape: tuple[int, ...], scale: float) -> FactoredGrad | None:

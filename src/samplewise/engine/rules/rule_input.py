@@ -16,7 +16,7 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Edge, Node
 from samplewise.engine.graph.saved import Saved
 from samplewise.engine.ownership.layouts import locate
-from samplewise.engine.ownership.owner_map import Irregular, OwnerMap, Regular, RowGather, permuted
+from samplewise.engine.ownership.owner_map import Irregular, OwnerMap, Regular, RowGather, permute
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -84,7 +84,7 @@ class Use:
         layouts = self._operand.layouts
         if (dims, row_dims) not in layouts:
             shape = tuple(self.gradients[0].shape)
-            owner_map = permuted(self.owner_map, shape, dims)
+            owner_map = permute(self.owner_map, shape, dims)
             layouts[dims, row_dims] = (
                 None if owner_map is None else owner_map.rows(tuple(shape[d] for d in dims), row_dims)
             )
