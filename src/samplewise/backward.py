@@ -15,17 +15,10 @@ from torch import Tensor, nn
 
 from samplewise.core.modes import check_modes
 from samplewise.core.text import plural
-from samplewise.engine.arguments import Parameters, check_is_tensor
+from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters
 from samplewise.engine.backward import without_grads
 from samplewise.engine.deferred_checks import collect_in
-from samplewise.engine.gradients import (
-    Gradients,
-    WantedParameters,
-    accumulate,
-    free_graph,
-    gradients_of_samples,
-    wanted_parameters,
-)
+from samplewise.engine.gradients import Gradients, accumulate, free_graph, gradients_of_samples
 from samplewise.engine.outputs import Outputs
 from samplewise.errors import (
     DistributedError,

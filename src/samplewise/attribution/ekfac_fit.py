@@ -28,8 +28,8 @@ from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import RandomState
-from samplewise.engine.arguments import wide_dtype
-from samplewise.engine.gradients import factored_grads, wanted_parameters
+from samplewise.engine.arguments import wanted_parameters, wide_dtype
+from samplewise.engine.gradients import factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,35 +12,46 @@ from torch.optim import Optimizer
 
 from samplewise.engine.deferred_checks import finite_losses, finite_weights
 from samplewise.errors import LossesError, ParameterError
+from samplewise.parallel.ddp import inner
 from samplewise.parallel.sharded_parameters import is_sharded, whole_parameters
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Weights = Tensor | float | Mapping[str, Tensor | float]
 
 
-def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
-    """Return the parameters to differentiate by name; frozen parameters of a module are left out.
+class WantedParameters(NamedTuple):
+    """Parameters to differentiate, by name, and the model that they belong to, if it is known."""
+
+    named: dict[str, Tensor]
+    modules: list[nn.Module]
+    sharded: bool  # whole parameters of a model sharded with `fully_shard`
+
+
+def wanted_parameters(parameters: Parameters) -> WantedParameters:
+    """Parameters as passed to `sw.gradients`. Those of a wrapped model have its own names; frozen ones are left out.
 
     Tensors from an iterable without names are named by their position: "0", "1", ...
     """
-    named = _of_module(parameters) if isinstance(parameters, nn.Module) else _named_tensors(parameters)
+    if isinstance(parameters, nn.Module):
+        model = inner(parameters)
+        sharded = is_sharded(model)
+        all_parameters = whole_parameters(model) if sharded else dict(model.named_parameters())
+        named = {name: p for name, p in all_parameters.items() if p.requires_grad}
+        if not named:
+            raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
+        wanted = WantedParameters(named, [model], sharded)
+    else:
+        wanted = WantedParameters(_named_tensors(parameters), [], sharded=False)
     first: dict[int, str] = {}
-    for name, p in named.items():
+    for name, p in wanted.named.items():
+        # The attributes of an ordinary parameter are read here: a call for each parameter takes longer.
         if not (isinstance(p, nn.Parameter) and p.requires_grad and p.is_floating_point() and p.is_leaf):
             _check_parameter(name, p)
         if first.setdefault(id(p), name) != name:
             raise ParameterError(
                 f"each parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
             )
-    return named
-
-
-def _of_module(module: nn.Module) -> dict[str, Tensor]:
-    everything = whole_parameters(module) if is_sharded(module) else dict(module.named_parameters())
-    named = {name: p for name, p in everything.items() if p.requires_grad}
-    if not named:
-        raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
-    return named
+    return wanted
 
 
 def _named_tensors(parameters: Any) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import index
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.arguments import (
     Parameters,
+    WantedParameters,
     Weights,
     check_attached,
     check_direction,
     check_is_tensor,
     check_rows,
-    named_parameters,
+    wanted_parameters,
     weights_by_name,
 )
 from samplewise.engine.backward import accumulate_grad, notify_ready
@@ -38,9 +39,8 @@ from samplewise.engine.profile import Profile, profile
 from samplewise.engine.quantities import Norms, Projection, total_of, zeros
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
-from samplewise.parallel.ddp import inner, refuse_replicas
+from samplewise.parallel.ddp import refuse_replicas
 from samplewise.parallel.group import current_group
-from samplewise.parallel.sharded_parameters import is_sharded
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 
@@ -87,22 +87,6 @@ def gradients(
             "constant; found outputs. Pass the losses of the samples."
         )
     return gradients_of_samples(losses, wanted_parameters(parameters), outputs, create_graph, strategy, interacting)
-
-
-class WantedParameters(NamedTuple):
-    """Parameters to differentiate, by name, and the model that they belong to, if it is known."""
-
-    named: dict[str, Tensor]
-    modules: list[nn.Module]
-    sharded: bool  # whole parameters of a model sharded with `fully_shard`
-
-
-def wanted_parameters(parameters: Parameters) -> WantedParameters:
-    """Parameters as passed to `sw.gradients`. Those of a wrapped model have its own names."""
-    if not isinstance(parameters, nn.Module):
-        return WantedParameters(named_parameters(parameters), [], sharded=False)
-    model = inner(parameters)
-    return WantedParameters(named_parameters(model), [model], is_sharded(model))
 
 
 def gradients_of_samples(
@@ -178,8 +162,8 @@ def project(g: Gradients, projection: Projection) -> Tensor:
     g._settle()
     device = g._graph.losses.device
     with g._evaluator.context():
-        parts = g._evaluator.evaluate(lambda grad, name: projection.part(grad, name, device))
-        ordered = {name: parts[name] for name in g.names if name in parts}  # not that of the backward pass
+        by_name = g._evaluator.evaluate(lambda grad, name: projection.of_parameter(grad, name, device))
+        ordered = {name: by_name[name] for name in g.names if name in by_name}  # not that of the backward pass
         return projection.total(ordered, zeros(g._graph, projection.dim))
 
 
@@ -384,25 +368,22 @@ class Gradients:
         With by="parameter", a dict name -> (B,) with the contribution of each parameter.
         """
         _check_by(by)
-        parts = self._paired_dots(direction) if isinstance(direction, Gradients) else self._dots(direction)
-        with torch.enable_grad():  # parts require a gradient only with create_graph
-            total = total_of(self._graph, parts)
+        if isinstance(direction, Gradients):
+            if len(direction) != len(self):
+                raise ParameterError(
+                    f"dot needs two Gradients with the same number of samples; found {len(self)} and {len(direction)}. "
+                    "Use g.gram(other) for the inner products of all pairs of samples."
+                )
+            by_name = self._with_other(direction, "dot", lambda grad, other_grad: grad.paired_dot(other_grad))
+        else:
+            check_direction(direction, self._parameters)
+            by_name = self._evaluate(lambda grad, name: grad.dot(direction[name]))
+        with torch.enable_grad():  # the dots require a gradient only with create_graph
+            total = total_of(self._graph, by_name)
         self._checks.add(finite_numbers, total, "dot product")
         if by is None:
             return total
-        return {name: parts[name] if name in parts else zeros(self._graph) for name in self.names}
-
-    def _dots(self, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        check_direction(direction, self._parameters)
-        return self._evaluate(lambda grad, name: grad.dot(direction[name]))
-
-    def _paired_dots(self, other: Gradients) -> dict[str, Tensor]:
-        if len(other) != len(self):
-            raise ParameterError(
-                f"dot needs two Gradients with the same number of samples; found {len(self)} and {len(other)}. "
-                "Use g.gram(other) for the inner products of all pairs of samples."
-            )
-        return self._with_other(other, "dot", lambda grad, other_grad: grad.paired_dot(other_grad))
+        return {name: by_name[name] if name in by_name else zeros(self._graph) for name in self.names}
 
     def _with_other(
         self, other: Gradients, method: str, quantity: Callable[[PerSampleGrad, PerSampleGrad], Tensor]
@@ -443,18 +424,18 @@ class Gradients:
         self._settle()
         if other is None:
             columns = len(self)
-            parts = self._evaluate(lambda grad, _: grad.gram(grad))
+            by_name = self._evaluate(lambda grad, _: grad.gram(grad))
         elif isinstance(other, Mapping):
             columns = check_rows(other, self._parameters)
-            parts = self._evaluate(lambda grad, name: grad.gram(DenseGrad(other[name])))
+            by_name = self._evaluate(lambda grad, name: grad.gram(DenseGrad(other[name])))
         else:
-            parts = self._with_other(other, "gram", lambda grad, other_grad: grad.gram(other_grad))
+            by_name = self._with_other(other, "gram", lambda grad, other_grad: grad.gram(other_grad))
             columns = len(other)
             other._settle()
         if by is not None:
-            return {name: parts[name] if name in parts else zeros(self._graph, columns) for name in self.names}
-        with torch.enable_grad():  # parts require a gradient only with create_graph
-            return total_of(self._graph, parts, columns)
+            return {name: by_name[name] if name in by_name else zeros(self._graph, columns) for name in self.names}
+        with torch.enable_grad():  # they require a gradient only with create_graph
+            return total_of(self._graph, by_name, columns)
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
         """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.

@@ -37,10 +37,10 @@ class Norms:
         self._evaluator = evaluator
         self._graph = evaluator.graph
         self._checks = checks
-        self._norms: dict[str, Tensor] | None = None
+        self._by_name: dict[str, Tensor] | None = None  # see `_norms_by_name`
         self._ordinary = False  # True if the norms of samples are known, and neither too small nor too large
         self._joint: set[str] = set()  # parameters of a pack that have the norms of the pack
-        self._scaled_norms_of: dict[str, Tensor] | None = None
+        self._scaled_by_name: dict[str, Tensor] | None = None
         self._terms: dict[str, Tensor] | None = None  # see `track_terms`
 
     def track_terms(self) -> None:
@@ -51,8 +51,8 @@ class Norms:
     def of_samples(self) -> Tensor:
         """Norms over all parameters, (B,)."""
         if not read_at_once(self._graph.losses):
-            return self._from_scaled_parts()
-        norms = self._total(self._parts(joint=True))
+            return self._of_samples_without_sync()
+        norms = self._total(self._norms_by_name(joint=True))
         self._ordinary = are_ordinary_norms(norms)
         if self._ordinary:
             return norms
@@ -61,10 +61,11 @@ class Norms:
     def by_parameter(self) -> dict[str, Tensor]:
         """Parameter name -> norms (B,)."""
         on_host = read_at_once(self._graph.losses)
-        parts = self._parts(joint=False) if on_host else self._scaled_parts()
+        by_name = self._norms_by_name(joint=False) if on_host else self._scaled_norms_by_name()
         if on_host and self._evaluator.create_graph:
-            parts = {name: root(squares) for name, squares in parts.items()}
-        norms = {name: parts[name].clone() if name in parts else zeros(self._graph) for name in self._graph.wanted}
+            by_name = {name: root(squares) for name, squares in by_name.items()}
+        # Copies: the caller may change the result, and the norms are returned again.
+        norms = {name: by_name[name].clone() if name in by_name else zeros(self._graph) for name in self._graph.wanted}
         return self._with_underflowed_norms(norms) if on_host else norms
 
     def bound_sums(self, weights: object) -> bool:
@@ -81,17 +82,17 @@ class Norms:
         sizes = torch.linalg.vector_norm(torch.stack(terms, 1), dim=1)
         return (~(sizes <= limit)).nonzero().flatten().tolist()  # also NaN, from factors whose squares overflow
 
-    def _parts(self, joint: bool) -> dict[str, Tensor]:
+    def _norms_by_name(self, joint: bool) -> dict[str, Tensor]:
         """Norms (B,) of each parameter; with create_graph their squares, which are differentiable where they are zero.
         joint: the parameters of a pack may have the norms of the pack instead, as one tensor.
         """
-        if self._norms is None or (self._joint and not joint):
-            earlier = self._norms and {name: norms for name, norms in self._norms.items() if name not in self._joint}
+        if self._by_name is None or (self._joint and not joint):
+            earlier = {name: norms for name, norms in (self._by_name or {}).items() if name not in self._joint}
             self._joint.clear()
-            self._norms = self._evaluator.evaluate(partial(self._quantity_of, joint, earlier or {}))
-        return self._norms
+            self._by_name = self._evaluator.evaluate(partial(self._norms_of, joint, earlier))
+        return self._by_name
 
-    def _quantity_of(self, joint: bool, earlier: dict[str, Tensor], grad: PerSampleGrad, name: str) -> Tensor:
+    def _norms_of(self, joint: bool, earlier: dict[str, Tensor], grad: PerSampleGrad, name: str) -> Tensor:
         if self._terms is not None and (terms := grad.term_norms()) is not None:
             self._terms[name] = terms
         if self._evaluator.create_graph:
@@ -101,55 +102,53 @@ class Norms:
             return grad.pack.norms
         return earlier[name] if name in earlier else grad.norms()
 
-    def _total(self, parts: dict[str, Tensor]) -> Tensor:
+    def _total(self, by_name: dict[str, Tensor]) -> Tensor:
         """Norms (B,) over all parameters, in their order, not that of the backward pass, to be bit-reproducible."""
         if self._evaluator.create_graph:
-            return root(total_of(self._graph, parts))
-        columns = {id(parts[name]): parts[name] for name in self._graph.wanted if name in parts}
+            return root(total_of(self._graph, by_name))
+        # By id: the parameters of a pack have one tensor, which counts once.
+        columns = {id(by_name[name]): by_name[name] for name in self._graph.wanted if name in by_name}
         norms = torch.linalg.vector_norm(torch.stack(list(columns.values()), 1), dim=1)
         dtype = torch.promote_types(norms.dtype, wide_dtype(self._graph.losses.dtype))
         return norms if norms.dtype is dtype else norms.to(dtype)
 
     def _with_underflowed_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""
-        faint = {name: n.detach() < underflow_limit(n.dtype) for name, n in norms.items() if not are_ordinary_norms(n)}
-        faint = {name: mask for name, mask in faint.items() if mask.any()}
-        if not faint:
+        masks = {name: n.detach() < underflow_limit(n.dtype) for name, n in norms.items() if not are_ordinary_norms(n)}
+        masks = {name: mask for name, mask in masks.items() if mask.any()}
+        if not masks:
             return norms
-        samples = torch.stack(list(faint.values())).any(0).nonzero().flatten()
-        parts = self._evaluator.evaluate(lambda grad, _: grad.underflowed_norms(samples))
-        for name, mask in faint.items():
+        samples = torch.stack(list(masks.values())).any(0).nonzero().flatten()
+        by_name = self._evaluator.evaluate(lambda grad, _: grad.underflowed_norms(samples))
+        for name, mask in masks.items():
             if name == "":
-                exact: Tensor | None = by_rows.scaled_norms(torch.stack(list(parts.values()), 1))
+                exact: Tensor | None = by_rows.scaled_norms(torch.stack(list(by_name.values()), 1))
             else:
-                exact = parts.get(name)
+                exact = by_name.get(name)
             if exact is not None:
                 before = norms[name]
-                replaced = torch.where(mask[samples], exact.to(before.dtype), before[samples])
-                norms[name] = before.index_copy(0, samples, replaced)
+                after = torch.where(mask[samples], exact.to(before.dtype), before[samples])
+                norms[name] = before.index_copy(0, samples, after)
         return norms
 
     # --- without a host sync -----------------------------------------------------------------------------------------
 
-    def _from_scaled_parts(self) -> Tensor:
-        parts = self._scaled_parts()
+    def _of_samples_without_sync(self) -> Tensor:
+        by_name = self._scaled_norms_by_name()
         norms = zeros(self._graph)
-        if parts:
-            dtype = reduce(torch.promote_types, (part.dtype for part in parts.values()), norms.dtype)
-            columns = [parts[name].to(dtype) for name in self._graph.wanted if name in parts]
+        if by_name:
+            dtype = reduce(torch.promote_types, (n.dtype for n in by_name.values()), norms.dtype)
+            columns = [by_name[name].to(dtype) for name in self._graph.wanted if name in by_name]
             norms = by_rows.scaled_norms(torch.stack(columns, 1))
         self._checks.add(finite_numbers, norms, "norm")
         return norms
 
-    def _scaled_parts(self) -> dict[str, Tensor]:
-        if self._scaled_norms_of is None:
-            self._scaled_norms_of = self._with_canceled_norms()
-        return self._scaled_norms_of
-
-    def _with_canceled_norms(self) -> dict[str, Tensor]:
+    def _scaled_norms_by_name(self) -> dict[str, Tensor]:
         """Norms of each parameter. Those that are NaN because a sum of pairs cancels are computed from rows: one host
         sync, if there are parameters with such sums.
         """
+        if self._scaled_by_name is not None:
+            return self._scaled_by_name
         may_cancel: set[str] = set()
 
         def quantity(grad: PerSampleGrad, name: str) -> Tensor:
@@ -160,16 +159,15 @@ class Norms:
             return grad.scaled_norms()
 
         norms: dict[str, Tensor] = self._evaluator.evaluate(quantity)
-        if not may_cancel:
-            return norms
-        unknown = torch.stack([norms[name].isnan() for name in sorted(may_cancel)]).any(0)
-        samples = unknown.nonzero().flatten()
-        if len(samples):
-            exact = self._evaluator.evaluate(
-                lambda grad, name: by_rows.underflowed_norms(grad, samples) if name in may_cancel else None
-            )
-            for name in may_cancel:
-                norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
+        if may_cancel:
+            samples = torch.stack([norms[name].isnan() for name in sorted(may_cancel)]).any(0).nonzero().flatten()
+            if len(samples):
+                exact = self._evaluator.evaluate(
+                    lambda grad, name: by_rows.underflowed_norms(grad, samples) if name in may_cancel else None
+                )
+                for name in may_cancel:
+                    norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
+        self._scaled_by_name = norms
         return norms
 
 
@@ -201,7 +199,7 @@ class Projection:
             self._normalization[block] = len(range(*block.indices(dim))) ** -0.5
         self._signs: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def part(self, grad: PerSampleGrad, name: str, device: torch.device) -> Tensor:
+    def of_parameter(self, grad: PerSampleGrad, name: str, device: torch.device) -> Tensor:
         """Contribution of a parameter to the dimensions of its block, (b, size of the block), without normalization."""
         if (name, device) not in self._signs:
             size = len(range(*self._block(name).indices(self.dim)))
@@ -211,12 +209,12 @@ class Projection:
             return grad.project(left, right)
         return by_rows.project(grad, left, right, self.scale[name].to(device))
 
-    def total(self, parts: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
-        """Sum (b, dim) of the contributions of the parameters, in the order of `parts`, added to zeros (b, dim)."""
-        for part in parts.values():  # complex parameters have complex projections
-            zeros = zeros.to(torch.promote_types(zeros.dtype, part.dtype))
-        for name, part in parts.items():
-            zeros[:, self._block(name)] += part
+    def total(self, by_name: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
+        """Sum (b, dim) of the contributions of the parameters, in the order of `by_name`, added to zeros (b, dim)."""
+        for contribution in by_name.values():  # complex parameters have complex projections
+            zeros = zeros.to(torch.promote_types(zeros.dtype, contribution.dtype))
+        for name, contribution in by_name.items():
+            zeros[:, self._block(name)] += contribution
         return zeros * self._normalization.to(zeros)
 
     def _block(self, name: str) -> slice:
@@ -229,10 +227,10 @@ def zeros(graph: Graph, *more: int) -> Tensor:
     return torch.zeros(graph.samples, *more, dtype=wide_dtype(losses.dtype), device=losses.device)
 
 
-def total_of(graph: Graph, parts: Mapping[str, Tensor], *more: int) -> Tensor:
-    """Sum (B, *more) of the parts, in the order of the parameters, not of the backward pass, to be bit-reproducible."""
+def total_of(graph: Graph, by_name: Mapping[str, Tensor], *more: int) -> Tensor:
+    """Sum (B, *more) over the parameters, in their order, not that of the backward pass, to be bit-reproducible."""
     result = zeros(graph, *more)
     for name in graph.wanted:
-        if name in parts:
-            result = result + parts[name]
+        if name in by_name:
+            result = result + by_name[name]
     return result
