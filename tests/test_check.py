@@ -70,7 +70,7 @@ def test_unused_and_frozen_parameters_are_named():
 
 def test_a_wrong_rule_is_reported(monkeypatch):
     from samplewise.engine.rules import RULES, Rule
-    from samplewise.engine.rules.use import summed
+    from samplewise.engine.rules.rule_input import summed
 
     monkeypatch.setitem(RULES, ("Addmm", 0), Rule(lambda use: summed(use, 1.001 * use.gradient)))
     model, batch = classifier(nn.Tanh())

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from unrestored import Unrestored
 
 import samplewise as sw
-from samplewise.engine.saved import HOOKS_ARE_VISIBLE
+from samplewise.engine.graph.saved import HOOKS_ARE_VISIBLE
 from samplewise.testing.case import noise
 
 

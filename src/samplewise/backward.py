@@ -15,18 +15,11 @@ from torch import Tensor, nn
 
 from samplewise.core.modes import check_modes
 from samplewise.core.text import plural
+from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters
 from samplewise.engine.backward import without_grads
-from samplewise.engine.checks import Parameters, check_is_tensor
-from samplewise.engine.gradients import (
-    Gradients,
-    WantedParameters,
-    accumulate,
-    free_graph,
-    gradients_of_samples,
-    wanted_parameters,
-)
+from samplewise.engine.deferred_checks import collect_in
+from samplewise.engine.gradients import Gradients, accumulate, free_graph, gradients_of_samples
 from samplewise.engine.outputs import Outputs
-from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
     DistributedError,
     LossesError,
@@ -141,7 +134,7 @@ def backward(
         samples = _first(loss if outputs is None else outputs)
         return without_norms(len(samples), samples.device, own, counts)
     if chain.weighs:
-        with collected_in(g._checks):  # all values on an accelerator are checked in one host sync
+        with collect_in(g._checks):  # all values on an accelerator are checked in one host sync
             (stats,) = chain.samples.weigh([stats])
         if two_passes:
             framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())

@@ -25,7 +25,7 @@ from samplewise.core.losses import (
     why_not_alone,
 )
 from samplewise.core.text import listed, plural, render
-from samplewise.engine.checks import check_model, named_parameters
+from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
@@ -117,7 +117,7 @@ def _as_double(leaf: Any) -> Any:
 def _compare(
     losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], model_copy: nn.Module
 ) -> list[ParameterCheck]:
-    rows = jacobian_rows(losses, named_parameters(model_copy))
+    rows = jacobian_rows(losses, wanted_parameters(model_copy).named)
     noise = torch.finfo(losses.dtype).eps * max(
         (row.abs().max().item() for row in rows.values() if row.numel()), default=0.0
     )

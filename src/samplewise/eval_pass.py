@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from samplewise.core.progress import with_progress
-from samplewise.engine.independence import storage_of
+from samplewise.engine.ownership.independence import storage_of
 from samplewise.parallel.group import current_group, on_every_rank
 
 Checkpoint = tuple[Mapping[str, Any], float]  # (state_dict of the model, learning rate at that time)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import wide_dtype
+from samplewise.engine.arguments import wide_dtype
 from samplewise.engine.gradients import Gradients, norms_during
 
 

@@ -50,7 +50,7 @@ def counted_waits():
 
 
 def _place():
-    """Innermost line of the library, or the function of the caller: "engine/probe.py:76 _probe_with"."""
+    """Innermost line of the library, or the function of the caller: "engine/ownership/probe.py:76 _probe_with"."""
     frame = sys._getframe(2)
     while frame is not None:
         _, library, file = frame.f_code.co_filename.rpartition("/samplewise/")

@@ -10,8 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import samplewise as sw
-from samplewise.engine.checks import finite_tensors
-from samplewise.engine.pending_checks import PendingChecks, all_finite_flag
+from samplewise.engine.deferred_checks import DeferredChecks, all_finite_flag, finite_tensors
 
 DEVICE = "sim"
 B = 4
@@ -103,7 +102,7 @@ def test_updates_that_the_device_may_skip_wait_for_nothing(name):
 def test_other_updates_wait_once(name):
     chain = [sw.weight(torch.rand(4))] if name == "weight by position" else TRANSFORMS[name]()  # windows of 4 samples
     # Which samples a group has is read from indices: a claim about them is verified with one more wait.
-    more = {("item", "engine/local_probe.py hold"): 2} if name.startswith("group") else {}
+    more = {("item", "engine/ownership/local_probe.py hold"): 2} if name.startswith("group") else {}
     assert places(waits_of(make_step(chain, fused=False))) == {**ONE, **more}
 
 
@@ -188,7 +187,7 @@ def test_a_clipped_backward_waits_once(name, clipped, waits):
         waits()
         norms = clipped(losses, model)
         found = waits()
-    assert places(found) == {("item", "engine/pending_checks.py settle"): 1}
+    assert places(found) == {("item", "engine/deferred_checks.py settle"): 1}
     torch.testing.assert_close(norms.cpu(), expected)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad.cpu(), gradient)
@@ -211,7 +210,7 @@ def test_sums_of_pairs_of_tokens_need_a_wait_and_are_exact_where_they_cancel(wai
         waits()
         found = norms(model, x.to(DEVICE, non_blocking=True), signs.to(DEVICE, non_blocking=True))
         waited = waits()
-    assert ("nonzero", "engine/norms.py _with_canceled_norms") in places(waited)
+    assert ("nonzero", "engine/quantities.py _with_canceled_norms") in places(waited)
     torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-3, atol=0)
 
 
@@ -358,7 +357,7 @@ def test_checks_compare_values_of_different_dtypes():
 
 
 def test_checks_do_not_keep_the_tensors():
-    checks = PendingChecks()
+    checks = DeferredChecks()
     x = torch.ones(3, device=DEVICE)
     storage = StorageWeakRef(sim.raw(x).untyped_storage())
     checks.add_tensors(finite_tensors, {"x": x})

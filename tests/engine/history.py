@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine.registered_hooks import foreign_hooks
+from samplewise.engine.graph.hook_registry import foreign_hooks
 from samplewise.errors import SamplewiseError
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.engine.saved import HOOKS_ARE_VISIBLE
+from samplewise.engine.graph.saved import HOOKS_ARE_VISIBLE
 from samplewise.testing.case import noise
 
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0, 1.0])

@@ -5,7 +5,7 @@ import torch
 from daily import every
 from zoo import CASES
 
-from samplewise.engine import saved
+from samplewise.engine.graph import saved
 from samplewise.testing.runner import PRECISIONS, REFUSED, RIGHT, run_case
 
 CHECKPOINTED = [name for name in CASES if "checkpoint" in name]

@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import samplewise as sw
-from samplewise.engine import strategies, verify
+from samplewise.engine import strategies
+from samplewise.engine.ownership import verify
 from samplewise.engine.reference import jacobian_rows
 
 B, D = 6, 5

@@ -93,7 +93,7 @@ def test_sum_of_an_embedding_tied_to_the_head(weights, first):
     rows = rows_of(head, inputs) + rows_of(nn.functional.one_hot(positions, 40).double(), embedding)
     expected = rows.sum(0) if w is None else torch.einsum("b,boi->oi", w, rows)
     torch.testing.assert_close(grad.sum(w), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad.transposed().sum(w), expected.T, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad.transpose().sum(w), expected.T, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close([head, embedding, inputs], before, rtol=0, atol=0)
 
 

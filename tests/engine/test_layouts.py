@@ -7,12 +7,12 @@ from daily import daily
 from torch import nn
 from zoo import CASES
 
-from samplewise.engine.cut import find_cut
-from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.independence import Constants
-from samplewise.engine.layouts import SampleDim, inner_at, locate
-from samplewise.engine.ownership import owners
-from samplewise.engine.probe import MIXED, probe
+from samplewise.engine.graph.graph import Edge, Graph
+from samplewise.engine.ownership.cut import find_cut
+from samplewise.engine.ownership.independence import Constants
+from samplewise.engine.ownership.layouts import SampleDim, inner_at, locate
+from samplewise.engine.ownership.ownership import owners
+from samplewise.engine.ownership.probe import MIXED, probe
 from samplewise.testing.case import Net, noise
 from samplewise.testing.oracle import wanted
 
@@ -24,10 +24,10 @@ def test_proofs_hold(case, B):
         B = 5
     model, inputs = case.build(B)
     graph = Graph(case.losses(model, inputs), wanted(model))
-    tags = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
-    edges = list(tags)
+    owner_maps = {graph.edge(key): owner_map for key, owner_map in owners(graph).owner_maps.items()}
+    edges = list(owner_maps)
     for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
-        expected = tags[edge].owners(edge.shape, owner.device)
+        expected = owner_maps[edge].owners(edge.shape, owner.device)
         assert not (owner == MIXED).any(), f"{edge.node} is mixed, yet proven clean"
         assert ((owner == expected) | (owner < 0)).all(), f"{edge.node}: another owner than proven"
 
@@ -61,7 +61,7 @@ ORDINARY = {
 def test_ordinary_models_need_no_probe_after_the_first_steps(name, monkeypatch):
     model, x = ORDINARY[name]
     model = model.to(x.dtype)
-    monkeypatch.setattr("samplewise.engine.cut.probe", None)
+    monkeypatch.setattr("samplewise.engine.ownership.cut.probe", None)
     for step in range(3):  # the first graph is verified again if hooks were registered before
         out = model(x)
         dim = 1 if name == "sequence first" else 0
@@ -69,7 +69,9 @@ def test_ordinary_models_need_no_probe_after_the_first_steps(name, monkeypatch):
         cut = find_cut(Graph(losses, wanted(model)), Constants([]), "refuse")
         assert cut.proven
         if step:
-            monkeypatch.setattr("samplewise.engine.verify.backward_past", None)  # from now on no pass may be needed
+            monkeypatch.setattr(
+                "samplewise.engine.ownership.verify.backward_past", None
+            )  # from now on no pass may be needed
 
 
 def test_a_slice_that_keeps_all_samples_is_proven():
@@ -89,8 +91,8 @@ def test_cross_entropy_of_tokens_is_proven():
 
 
 def test_a_wrong_proof_is_overruled(monkeypatch):
-    """Should an operation ever be listed wrongly, the first step finds out and the tags are probed."""
-    from samplewise.engine import layouts
+    """Should an operation ever be listed wrongly, the first step finds out and ownership is probed."""
+    from samplewise.engine.ownership import layouts
 
     monkeypatch.setitem(layouts.MOVERS, "Flip", layouts.elementwise)
     model = nn.Linear(6, 3).double()

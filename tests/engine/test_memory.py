@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.engine.saved import HOOKS_ARE_VISIBLE
+from samplewise.engine.graph.saved import HOOKS_ARE_VISIBLE
 from samplewise.testing.case import noise
 
 SAMPLES = 64
@@ -94,7 +94,7 @@ def test_twice_keeps_nothing_large():
     g = sw.gradients(model(x).square().mean(1), model, strategy="twice")
     g.norms()
     kept = g._evaluator._strategies["twice"]
-    assert not kept.forms and not kept.rows and not kept.versions._versions
+    assert not kept.grads and not kept.rows and not kept.versions._versions
 
 
 class ImageModel(nn.Module):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from daily import every
 from torch import nn
 
-from samplewise.engine.graph import Graph
-from samplewise.engine.layouts import MOVERS, VIEWS
-from samplewise.engine.ownership import owners
-from samplewise.engine.probe import MIXED, probe
+from samplewise.engine.graph.graph import Graph
+from samplewise.engine.ownership.layouts import MOVERS, VIEWS
+from samplewise.engine.ownership.ownership import owners
+from samplewise.engine.ownership.probe import MIXED, probe
 
 B = 3  # samples, tokens, channels, features: all the same
 
@@ -379,7 +379,7 @@ def assert_claims_hold(name, layouts):
             continue
         graph = Graph(losses, {"weight": weight})
         met = met or name in graph.operations.values()
-        claims = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
+        claims = {graph.edge(key): owner_map for key, owner_map in owners(graph).owner_maps.items()}
         edges = list(claims)
         for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
             claimed = claims[edge].owners(edge.shape, owner.device)

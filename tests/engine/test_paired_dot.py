@@ -97,7 +97,7 @@ def test_factors_of_two_dtypes(dtypes):
         return sw.gradients(use.square().sum((1, 2)), [w])
 
     x, weight = noise(4, 2, 30).detach(), noise(20, 30).detach()
-    one, other = (form(dtype)._evaluator.forms()["0"] for dtype in dtypes)
+    one, other = (form(dtype)._evaluator.grads()["0"] for dtype in dtypes)
     assert isinstance(one, FactoredGrad) and isinstance(other, PerSampleGrad)
     expected = (one.rows(0, 4).double() * other.rows(0, 4).double()).sum((1, 2))
     torch.testing.assert_close(one.paired_dot(other).double(), expected, rtol=1e-5, atol=1e-5)

@@ -79,5 +79,5 @@ def test_indices_that_change():
 
 def test_a_relative_position_bias_needs_no_backward_pass_per_sample():
     model = Biased(TABLES["relative position bias"])
-    forms = sw.gradients(model(torch.randn(B, 6)), model)._evaluator.forms()
-    assert "through" not in forms["weight"].describe()
+    grads = sw.gradients(model(torch.randn(B, 6)), model)._evaluator.grads()
+    assert "through" not in grads["weight"].describe()

@@ -6,9 +6,10 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import backward, plan, structure
+from samplewise.engine import backward, plan
+from samplewise.engine.graph import structure
+from samplewise.engine.graph.structure import forget_structures
 from samplewise.engine.rules import RULES, Rule
-from samplewise.engine.structure import forget_structures
 from samplewise.testing.case import Net, noise
 
 

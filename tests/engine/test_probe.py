@@ -6,8 +6,8 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import local_probe
-from samplewise.engine.probe import _switches
+from samplewise.engine.ownership import local_probe
+from samplewise.engine.ownership.probe import _switches
 from samplewise.testing.case import Net, noise
 
 SMALL = {torch.float32: (1e-7, 1e-9, 1e-12, 1e-18), torch.float64: (1e-12, 1e-16, 1e-20, 1e-40)}

@@ -9,8 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import samplewise as sw
-from samplewise.engine import layouts, slow_paths
+from samplewise.engine import slow_paths
 from samplewise.engine.gradients import time_profile
+from samplewise.engine.ownership import layouts
 from samplewise.testing.case import noise
 
 
@@ -54,7 +55,7 @@ def test_a_fast_model():
         "ownership: kept plan": "",
         "backward pass to the cut": "",
         "rules and norms: Addmm": "",
-        "rules and norms: small parameters, in bundles": "",
+        "rules and norms: small parameters, packed": "",
         "weighted sums": "",
         "in all": "",
     }

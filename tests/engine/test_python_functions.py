@@ -6,11 +6,11 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import saved, structure
 from samplewise.engine.grads.indexed import VIEWS as VIEWS_OF_PARAMETERS
-from samplewise.engine.graph import Graph, operation
-from samplewise.engine.independence import BATCH_NORMS, REDUCTIONS
-from samplewise.engine.layouts import MOVERS, VIEWS
+from samplewise.engine.graph import saved, structure
+from samplewise.engine.graph.graph import Graph, operation
+from samplewise.engine.ownership.independence import BATCH_NORMS, REDUCTIONS
+from samplewise.engine.ownership.layouts import MOVERS, VIEWS
 from samplewise.engine.parameter_side import UNCHANGED
 from samplewise.engine.rules import RULES
 from samplewise.errors import SamplesInteractError

@@ -9,14 +9,14 @@ from daily import daily
 from everyday_zoo import Sizes, build
 from torch import nn
 
-from samplewise.engine.cut import find_cut
-from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.independence import Constants
-from samplewise.engine.indexing import read_owners
-from samplewise.engine.local_probe import _NodePasses
-from samplewise.engine.ownership import owners
-from samplewise.engine.probe import MIXED, probe_passes
-from samplewise.engine.tags import Regular
+from samplewise.engine.graph.graph import Edge, Graph
+from samplewise.engine.ownership.cut import find_cut
+from samplewise.engine.ownership.independence import Constants
+from samplewise.engine.ownership.indexing import read_owners
+from samplewise.engine.ownership.local_probe import _NodePasses
+from samplewise.engine.ownership.owner_map import Regular
+from samplewise.engine.ownership.ownership import owners
+from samplewise.engine.ownership.probe import MIXED, probe_passes
 from samplewise.testing.case import default_dtype
 from samplewise.testing.oracle import wanted
 
@@ -61,7 +61,9 @@ def test_one_loss_after_the_other():
     assert_derived(torch.cat([row.square().sum((1, 2)) for row in h.split([1] * B)]), model)
     h = model(torch.randn(B, T, D))
     graph = Graph(torch.stack([h[number, :2].square().sum() for number in range(B)]), wanted(model))
-    assert all(isinstance(tag, Regular) for tag in find_cut(graph, Constants([]), "refuse").tags.values())
+    assert all(
+        isinstance(owner_map, Regular) for owner_map in find_cut(graph, Constants([]), "refuse").owner_maps.values()
+    )
 
 
 def test_rows_that_fit_two_layouts():
@@ -113,15 +115,18 @@ def test_owners_read_from_indices_are_those_of_the_node(name):
         of_one = torch.stack([weight.sum(), out.sin().sum()])
         for losses in (out.movedim(reading % out.dim(), 0).flatten(1).sin().sum(1), of_one):
             graph = Graph(losses.tanh(), {"weight": weight})
-            tags = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
+            owner_maps = {graph.edge(key): owner_map for key, owner_map in owners(graph).owner_maps.items()}
             for node in graph.nodes:
-                if graph.operations[node] not in ("Index", "IndexSelect", "IndexAdd") or Edge(node, 0) not in tags:
+                if (
+                    graph.operations[node] not in ("Index", "IndexSelect", "IndexAdd")
+                    or Edge(node, 0) not in owner_maps
+                ):
                     continue
-                read = read_owners(graph, node, {0: tags[Edge(node, 0)]})
+                read = read_owners(graph, node, {0: owner_maps[Edge(node, 0)]})
                 if read is None:
                     continue
                 at = [k for k, (child, _) in enumerate(graph.children[node]) if child is not None]
-                probed = probe_passes(_NodePasses(graph, node, {0: tags[Edge(node, 0)]}, at)).owners
+                probed = probe_passes(_NodePasses(graph, node, {0: owner_maps[Edge(node, 0)]}, at)).owners
                 for position, owner in zip(at, probed, strict=True):
                     count += 1
                     assert (read[position] == MIXED).any() == (owner == MIXED).any()

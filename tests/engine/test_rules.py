@@ -9,7 +9,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine.rules import RULES, Rule
-from samplewise.engine.rules.use import summed
+from samplewise.engine.rules.rule_input import summed
 from samplewise.testing.case import Net, noise, weight
 from samplewise.testing.rules import check_rule
 

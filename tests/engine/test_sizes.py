@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from by_loop import assert_as_loop
 from torch import nn
 
-from samplewise.engine import layouts, structure, verify
-from samplewise.engine.graph import Graph
+from samplewise.engine.graph import structure
+from samplewise.engine.graph.graph import Graph
+from samplewise.engine.ownership import layouts, verify
 from samplewise.engine.plan import Planner
 from samplewise.testing.case import Net, noise
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import layouts, slow_paths
+from samplewise.engine import slow_paths
+from samplewise.engine.ownership import layouts
 from samplewise.testing.case import noise
 
 B = 5

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from by_loop import assert_as_loop
 from torch import nn
 
-from samplewise.engine import structure
-from samplewise.engine.graph import Graph
+from samplewise.engine.graph import structure
+from samplewise.engine.graph.graph import Graph
 from samplewise.testing.case import Net, noise
 
 SAMPLES = 4  # also the number of tokens and features, so that shapes tell nothing

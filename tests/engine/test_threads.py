@@ -8,7 +8,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine.backward import backward_to_leaves
-from samplewise.engine.graph import Graph
+from samplewise.engine.graph.graph import Graph
 from samplewise.testing.case import noise
 
 THREADS = 4

@@ -9,7 +9,7 @@ from torch import nn
 from zoo import CASES
 
 import samplewise as sw
-from samplewise.engine import probe
+from samplewise.engine.ownership import probe
 from samplewise.testing.case import Net, confident_loss, default_dtype, noise, squared_loss, tokens, weight
 from samplewise.testing.compare import CORE, SINGLE, Tolerance, assert_agrees, assert_same, probe_for
 from samplewise.testing.oracle import rows_of, wanted

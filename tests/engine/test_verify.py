@@ -7,10 +7,10 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import layouts, verify
-from samplewise.engine.graph import Graph
-from samplewise.engine.separation import distinct_powers
-from samplewise.engine.structure import forget_structures
+from samplewise.engine.graph.graph import Graph
+from samplewise.engine.graph.structure import forget_structures
+from samplewise.engine.ownership import layouts, verify
+from samplewise.engine.ownership.masked_passes import distinct_powers
 from samplewise.testing.case import Net, noise
 
 

@@ -22,8 +22,7 @@ from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_file import read_tensors, write_tensors
 from samplewise.core.text import listed
-from samplewise.engine.checks import check_model
-from samplewise.engine.gradients import wanted_parameters
+from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_repeatable
 

@@ -28,8 +28,8 @@ from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import RandomState
-from samplewise.engine.checks import wide_dtype
-from samplewise.engine.gradients import factored_forms, wanted_parameters
+from samplewise.engine.arguments import wanted_parameters, wide_dtype
+from samplewise.engine.gradients import factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
@@ -68,7 +68,7 @@ class Passes:
         try:
             batches = self._seeded_batches(what)
             for piece, g in scan(self.model, self._at_least_two, batches, microbatch=self.microbatch):
-                forms: Forms = factored_forms(g)
+                forms: Forms = factored_grads(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
                 with torch.no_grad():  # factors are attached to the graph
                     if is_doubled:

@@ -19,7 +19,7 @@ from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.engine.gradients import project
-from samplewise.engine.projection import Projection
+from samplewise.engine.quantities import Projection
 from samplewise.errors import StoreError
 from samplewise.parallel.group import current_group, errors_on_all_ranks
 from samplewise.scan import Scanner

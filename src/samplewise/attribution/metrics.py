@@ -21,7 +21,7 @@ from torch import Tensor
 from samplewise.attribution.blocks import Block, divided, with_zeros
 from samplewise.attribution.curvature import Curvature, Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac import EKFAC
-from samplewise.engine.gradients import Gradients, factored_forms
+from samplewise.engine.gradients import Gradients, factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import chunks
 from samplewise.engine.grads.dense import DenseGrad
@@ -106,7 +106,7 @@ class Eigenbasis:
 
     def _coordinates(self, g: Gradients) -> dict[Block, PerSampleGrad]:
         """Gradients in the eigenbasis of each block."""
-        forms = factored_forms(g)
+        forms = factored_grads(g)
         shapes = self.curvature.shapes
         own = {name: tuple(form.shape) for name, form in forms.items()}
         check_shapes({name: own.get(name, shapes.get(name)) for name in g.names}, shapes)

@@ -2,18 +2,19 @@
 
 Data flows in this order:
 
-    losses ─ checks      validation of arguments and results
-           ─ graph       nodes between the losses and the parameters, with the graph structure as a key
+    losses ─ arguments   validation of arguments; deferred_checks: of values, which are read later on an accelerator
+           ─ graph/      nodes between the losses and the parameters (graph), with the graph structure as a key
+                         (structure), the tensors that they saved (saved) and hooks on them (hook_registry)
 
     Once per graph structure and shapes:
-           ─ ownership   the sample that owns each element of a gradient, node by node:
+           ─ ownership/  the sample that owns each element of a gradient, as an owner_map, node by node (ownership):
              layouts     from shapes and saved numbers, for known operations,
              indexing    from saved indices,
              local_probe or by calls of the node itself, whose answers are claims
              verify      verification of the result with extra backward passes
              probe       if this does not suffice: backward passes through the whole graph, whose loss weights are
-                         powers of two
-           ─ cut         boundary below which a gradient mixes samples; independence: error if samples depend on
+                         powers of two; masked_passes: with some of them zero; linearity: error if a pass is not linear
+             cut         boundary below which a gradient mixes samples; independence: error if samples depend on
                          each other there
            ─ plan        rule for each use of a parameter; parameter_side: operations between the use and
                          the parameter. Plans are cached.
@@ -21,15 +22,16 @@ Data flows in this order:
     For each graph:
            ─ local_probe verification of the claims that the plan depends on; of Python functions during the pass
            ─ strategies  order of the steps below
-           ─ backward    one backward pass from the losses to the cut
+           ─ backward    one backward pass from the losses to the cut, in backward_segments if nodes are left out
              hook_checks verification of hooks above the cut, at their nodes;
-             hooks       error for hooks on tensors or nodes below the cut, where this pass does not run;
-                         registered_hooks: where the graph has hooks
+             hook_refusal error for hooks on tensors or nodes below the cut, where this pass does not run
            ─ saved       tensors that the operations saved for backward
-           ─ rules       conversion of saved tensors and output gradient into
-             grads       a representation of per-sample gradients: rows (dense), factors (factored),
+           ─ rules/      conversion of saved tensors and output gradient (rule_input) into
+             grads/      a representation of per-sample gradients: rows (dense), factors (factored),
              generic     or, for operations without a rule, rows on demand
-           ─ gradients   quantities computed from these representations: norms, sums, Gram matrices, rows
+           ─ quantities  norms and projections from these representations
+           ─ gradients   `sw.gradients`: these quantities, sums, Gram matrices and rows; inputs: `sw.input_gradients`
 
-`reference` computes the same gradients with one backward pass per sample; the tests compare against it.
+`reference` computes the same gradients with one backward pass per sample; the tests compare against it. `profile` and
+`slow_paths` say where time goes.
 """

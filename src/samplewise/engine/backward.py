@@ -6,7 +6,7 @@ from an edge to the parameters below it. `backward_to_leaves` passes the gradien
 one.
 
 A callback may return a function that returns the gradients of the node's operands. `backward_past` then continues
-from them and does not run the node, if the pass can be divided there: see `parts`.
+from them and does not run the node, if the pass can be divided there: see `backward_segments`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node
-from samplewise.engine.parts import Part, divided
-from samplewise.engine.registered_hooks import have_hooks, may_have_hooks, removed_afterwards
-from samplewise.engine.structure import Reach, once
+from samplewise.engine.backward_segments import Segment, Stops, stops_at
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
+from samplewise.engine.graph.hook_registry import have_hooks, may_have_hooks, remove_afterwards
 
 OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
-Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
+Receiver = Callable[[int, dict[int, Tensor]], OperandGradients | None]
 
 
 class Watcher(Protocol):
@@ -38,7 +37,7 @@ class Watcher(Protocol):
     captures: list[tuple[Node, int]]  # edges above the ends of the pass whose gradients are read before any hook
 
     def start(self, edges: Sequence[tuple[Node, int]], gradients: Sequence[Tensor]) -> None:
-        """Called with the gradients from which the pass, or a part of it, starts."""
+        """Called with the gradients from which the pass, or a segment of it, starts."""
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
         """Called after the pass with the gradients of `captures`."""
@@ -57,21 +56,18 @@ def gradients_at(
 
     `weights` (b,) default to ones. The graph is retained. Hooks on the edges are part of the gradients.
     """
-    if may_have_hooks(graph):  # the result of a pass does not have those on nodes that the pass runs, prehooks see them
-        return _viewed_gradients(graph, edges, weights, create_graph)
-    gradients = _gradients(_Roots.of(graph, weights), edges, create_graph)
-    return [edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=True)]
-
-
-def _viewed_gradients(graph: Graph, edges: Sequence[Edge], weights: Tensor | None, create_graph: bool) -> list[Tensor]:
+    if not may_have_hooks(graph):
+        gradients = _gradients(_Roots.of(graph, weights), edges, create_graph)
+        return [edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=True)]
+    # The result of a pass does not contain the changes of hooks on nodes that the pass runs; prehooks see them.
     stops = stops_at(graph, {edge.node for edge in edges})
-    gradients: dict[EdgeKey, Tensor] = {}
+    by_key: dict[EdgeKey, Tensor] = {}
 
-    def arrived(stop: int, here: dict[int, Tensor]) -> None:
-        gradients.update({(stop, slot): gradient for slot, gradient in here.items()})
+    def receive(stop: int, by_slot: dict[int, Tensor]) -> None:
+        by_key.update({(stop, slot): gradient for slot, gradient in by_slot.items()})
 
-    _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph)
-    return [gradients[key] if (key := graph.key(edge)) in gradients else edge.zeros() for edge in edges]
+    _send_during(graph, stops, (stops.whole,), receive, weights, create_graph)
+    return [by_key[key] if (key := graph.key(edge)) in by_key else edge.zeros() for edge in edges]
 
 
 class _Roots(NamedTuple):
@@ -115,61 +111,34 @@ def accumulate_sum(losses: Tensor, weights: Tensor) -> None:
     _engine_run_backward((losses,), (weights,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-class Stops(NamedTuple):
-    """Nodes at which gradients are read, for all graphs of one structure. Nodes are positions in `graph.nodes`."""
-
-    slots: dict[int, tuple[int, ...]]  # output slots that receive a gradient, by node, consumers first
-    ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
-    whole: Part  # all stops
-    parts: tuple[Part, ...]  # the same stops, if the pass is divided at nodes that need not be run
-
-
-def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = ()) -> Stops:
-    """Return the stops of a pass that reads the gradients at `nodes`. Those of them in `replaceable` need not be run,
-    because the callback returns the gradients of their operands.
-    """
-    key = (frozenset(map(graph.index.__getitem__, nodes)), frozenset(map(graph.index.__getitem__, replaceable)))
-    return once(graph.reach.results, key, partial(_stops_at, graph.reach, *key))
-
-
-def _stops_at(reach: Reach, chosen: frozenset[int], replaceable: frozenset[int]) -> Stops:
-    above = set[int]()
-    for at in reversed(reach.nodes):
-        if at in chosen or at in above:
-            above.update(consumer for consumer, _ in reach.consumers[at])
-    slots = {at: reach.slots[at] for at in reach.nodes if at in chosen}
-    ends = chosen - above
-    whole = Part(tuple(stop for stop in slots if stop not in ends), tuple(stop for stop in slots if stop in ends))
-    skipped = above & replaceable
-    parts = divided(reach, slots, ends, chosen | above, skipped) if skipped else (whole,)
-    return Stops(slots, ends, whole, parts)
-
-
 def backward_past(
     graph: Graph,
     stops: Stops,
-    arrived: Arrived,
+    receive: Receiver,
     weights: Tensor | None = None,
     create_graph: bool = False,
     during: bool = False,
     watcher: Watcher | None = None,
 ) -> None:
-    """Run one backward pass and call arrived(position of the node, {output slot: gradient}) once for each stop.
+    """Run one backward pass and call receive(position of the node, {output slot: gradient}) once for each stop.
 
     `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass, unless `during`;
     others during it, while they are in the CPU cache.
     """
     hooked = may_have_hooks(graph)
     captures = watcher is not None and bool(watcher.captures)
-    divisible = len(stops.parts) > 1 and not (during or create_graph or graph.sharded or captures)
-    if divisible and not (hooked and have_hooks(graph, _skipped(stops))):
-        _pass_on_during(graph, stops, stops.parts, arrived, weights, create_graph, watcher)
+    divisible = len(stops.segments) > 1 and not (during or create_graph or graph.sharded or captures)
+    if divisible and hooked:  # hooks of nodes that are not run would not be called
+        skipped = [stop for segment in stops.segments for stop in segment.ends if stop not in stops.ends]
+        divisible = not have_hooks(graph, skipped)
+    if divisible:
+        _send_during(graph, stops, stops.segments, receive, weights, create_graph, watcher)
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not. A hook or Python
     # function may change a gradient in place after it has passed a node.
     elif not (during or hooked or graph.structure.functions) and _fit_cache(graph, stops):
-        _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
+        _send_afterwards(graph, stops, receive, weights, create_graph)
     else:
-        _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph, watcher)
+        _send_during(graph, stops, (stops.whole,), receive, weights, create_graph, watcher)
 
 
 def _fit_cache(graph: Graph, stops: Stops) -> bool:
@@ -179,17 +148,10 @@ def _fit_cache(graph: Graph, stops: Stops) -> bool:
     return sum(elements) <= FITS_CACHE and max(elements, default=0) <= ONE_FITS_CACHE
 
 
-def _skipped(stops: Stops) -> list[int]:
-    """Nodes that a divided pass does not run, except the ends of the whole pass."""
-    return [stop for part in stops.parts for stop in part.ends if stop not in stops.ends]
-
-
-def _pass_on_afterwards(
-    graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None, create_graph: bool
-) -> None:
+def _send_afterwards(graph: Graph, stops: Stops, receive: Receiver, weights: Tensor | None, create_graph: bool) -> None:
     nodes = graph.nodes
     # The order in which autograd runs the nodes, latest first, then the ends: sums over several uses of a parameter are
-    # then bit-identical to those of `_pass_on_during`.
+    # then bit-identical to those of `_send_during`.
     order = []
     for stop in stops.slots:
         order.append((stop in stops.ends, 0 if stop in stops.ends else -nodes[stop]._sequence_nr(), stop))
@@ -197,51 +159,53 @@ def _pass_on_afterwards(
     edges = [(nodes[stop], slot) for _, _, stop in order for slot in stops.slots[stop]]
     gradients = iter(_gradients(_Roots.of(graph, weights), edges, create_graph))
     for is_end, _, stop in order:
-        here = {}
+        by_slot = {}
         for slot in stops.slots[stop]:
             gradient = next(gradients)
             if gradient is None and is_end:
                 gradient = Edge(nodes[stop], slot).zeros()
             if gradient is not None:
-                here[slot] = gradient
-        arrived(stop, here)
+                by_slot[slot] = gradient
+        receive(stop, by_slot)
 
 
-def _pass_on_during(
+def _send_during(
     graph: Graph,
     stops: Stops,
-    parts: Iterable[Part],
-    arrived: Arrived,
+    segments: Iterable[Segment],
+    receive: Receiver,
     weights: Tensor | None,
     create_graph: bool,
     watcher: Watcher | None = None,
 ) -> None:
-    viewer = _Viewer(stops, arrived, create_graph)
+    viewer = _Viewer(stops, receive, create_graph)
     roots = _Roots.of(graph, weights)
-    for part in parts:
-        edges = [Edge(graph.nodes[stop], slot) for stop in part.ends for slot in stops.slots[stop]]
+    for segment in segments:
+        # Prehooks show the gradients of the nodes that run; those of the ends are the result of the pass.
+        edges = [Edge(graph.nodes[stop], slot) for stop in segment.ends for slot in stops.slots[stop]]
         captures = () if watcher is None else watcher.captures
         if watcher is not None:
             watcher.start(roots.edges, roots.gradients)
-        with viewer.watching(graph, part.inside):
+        with viewer.watch(graph, segment.inside):
             gradients = _gradients(roots, [*edges, *captures], create_graph)
         if watcher is not None and captures:
             watcher.capture(gradients[len(edges) :])
+        # The next segment starts from the operands of the ends, or from the ends that must be run after all.
         at_ends = iter([edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=False)])
         roots = _Roots([], [])
-        for stop in part.ends:
-            here = {slot: next(at_ends) for slot in stops.slots[stop]}
-            of_operands = viewer.show(stop, [here.get(slot) for slot in range(max(here) + 1)])
+        for stop in segment.ends:
+            by_slot = {slot: next(at_ends) for slot in stops.slots[stop]}
+            of_operands = viewer.show(stop, [by_slot.get(slot) for slot in range(max(by_slot) + 1)])
             if stop not in stops.ends:
-                roots.extend(graph.nodes[stop], here, of_operands and of_operands())
+                roots.extend(graph.nodes[stop], by_slot, of_operands and of_operands())
 
 
-def watch_backward(graph: Graph, stops: Stops, arrived: Arrived, run: Callable[[], object]) -> bool:
-    """Call run(), an ordinary backward pass through the nodes of `graph`, and arrived(position of the node, {output
+def watch_backward(graph: Graph, stops: Stops, receive: Receiver, run: Callable[[], object]) -> bool:
+    """Call run(), an ordinary backward pass through the nodes of `graph`, and receive(position of the node, {output
     slot: gradient}) for each stop in it. Returns True if the pass has reached all stops.
     """
-    viewer = _Viewer(stops, arrived, create_graph=False)
-    with viewer.watching(graph, stops.slots), torch.enable_grad():
+    viewer = _Viewer(stops, receive, create_graph=False)
+    with viewer.watch(graph, stops.slots), torch.enable_grad():
         run()
     return not viewer.remaining
 
@@ -249,19 +213,19 @@ def watch_backward(graph: Graph, stops: Stops, arrived: Arrived, run: Callable[[
 class _Viewer:
     """Passes the gradients that a backward pass computes at each stop to a callback, once."""
 
-    def __init__(self, stops: Stops, arrived: Arrived, create_graph: bool):
+    def __init__(self, stops: Stops, receive: Receiver, create_graph: bool):
         self.stops = stops
-        self.arrived = arrived
+        self.receive = receive
         self.create_graph = create_graph
         self.remaining = set(stops.slots)
         self.thread = threading.get_ident()
 
     @contextmanager
-    def watching(self, graph: Graph, hooked: Iterable[int]) -> Iterator[None]:
+    def watch(self, graph: Graph, hooked: Iterable[int]) -> Iterator[None]:
         """Context manager: shows the gradients of backward passes in the block at these nodes."""
         with (
             _one_pass_at_a_time(graph.losses.device),
-            removed_afterwards([graph.nodes[stop].register_prehook(partial(self._hook, stop)) for stop in hooked]),
+            remove_afterwards([graph.nodes[stop].register_prehook(partial(self._hook, stop)) for stop in hooked]),
         ):
             yield
 
@@ -275,7 +239,7 @@ class _Viewer:
             self.remaining.remove(stop)
             slots = self.stops.slots[stop]
             with torch.set_grad_enabled(self.create_graph):
-                return self.arrived(
+                return self.receive(
                     stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None}
                 )
         return None
@@ -294,9 +258,9 @@ def _on_cpu(gradients: Sequence[Tensor | None]) -> bool:
 
 
 def backward_to_leaves(
-    graph: Graph, names: Iterable[str], weights: Tensor, arrived: Callable[[str, Tensor], None]
+    graph: Graph, names: Iterable[str], weights: Tensor, receive: Callable[[str, Tensor], None]
 ) -> None:
-    """Run one backward pass and call arrived(name, gradient) for each of these parameters, with dense gradients. Of a
+    """Run one backward pass and call receive(name, gradient) for each of these parameters, with dense gradients. Of a
     sharded model, each gradient is dropped during the pass.
     """
     leaves = {name: graph.wanted[name] for name in names}
@@ -305,9 +269,9 @@ def backward_to_leaves(
 
     def pass_on(name: str, gradient: Tensor) -> None:
         with torch.no_grad():
-            arrived(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
+            receive(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
-    with _zeroed(leaves, pass_on) if graph.sharded else nullcontext():
+    with _replace_with_zeros(leaves, pass_on) if graph.sharded else nullcontext():
         gradients = torch.autograd.grad(
             graph.losses, list(leaves.values()), weights, retain_graph=True, allow_unused=True
         )
@@ -318,8 +282,8 @@ def backward_to_leaves(
 
 
 @contextmanager
-def _zeroed(leaves: Mapping[str, Tensor], arrived: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Context manager: a backward pass in the block calls arrived(name, gradient), and continues with zeros, which take
+def _replace_with_zeros(leaves: Mapping[str, Tensor], receive: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Context manager: a backward pass in the block calls receive(name, gradient), and continues with zeros, which take
     no memory, in place of the gradient. Passes of other threads are not changed.
     """
     thread = threading.get_ident()
@@ -327,22 +291,22 @@ def _zeroed(leaves: Mapping[str, Tensor], arrived: Callable[[str, Tensor], None]
     def show(name: str, gradient: Tensor) -> Tensor | None:
         if threading.get_ident() != thread and gradient.device.type == "cpu":
             return None
-        arrived(name, gradient)
+        receive(name, gradient)
         return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand(gradient.shape)
 
     device = next(iter(leaves.values())).device
     with (
         _one_pass_at_a_time(device),
-        removed_afterwards([leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]),
+        remove_afterwards([leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]),
     ):
         yield
 
 
-def notifying(parameters: Iterable[Tensor], ready: Callable[[Tensor], None] | None) -> AbstractContextManager[None]:
+def notify_ready(parameters: Iterable[Tensor], ready: Callable[[Tensor], None] | None) -> AbstractContextManager[None]:
     """Context manager: backward passes in the block call ready(p) when they have added a gradient to `p.grad`."""
     if ready is None:
         return nullcontext()
-    return removed_afterwards([p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad])
+    return remove_afterwards([p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad])
 
 
 def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
@@ -356,10 +320,10 @@ def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentia
         allow_unused=True,
     )
     dense = []
-    for leaf, pulled in zip(leaves, gradients, strict=True):
-        if pulled is None:
-            pulled = leaf.zeros()
-        dense.append(pulled if pulled.layout is torch.strided else pulled.to_dense())
+    for leaf, of_leaf in zip(leaves, gradients, strict=True):
+        if of_leaf is None:
+            of_leaf = leaf.zeros()
+        dense.append(of_leaf if of_leaf.layout is torch.strided else of_leaf.to_dense())
     return dense
 
 
@@ -380,11 +344,11 @@ def accumulate_grad(p: Tensor, gradient: Tensor) -> None:
 @contextmanager
 def without_grads(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Context manager: `.grad` is None inside and is restored on exit, for backward passes of other code."""
-    kept = [(p, p.grad) for p in parameters]
-    for p, _ in kept:
+    grads_before = [(p, p.grad) for p in parameters]
+    for p, _ in grads_before:
         p.grad = None
     try:
         yield
     finally:
-        for p, gradient in kept:
+        for p, gradient in grads_before:
             p.grad = gradient

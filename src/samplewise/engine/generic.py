@@ -16,13 +16,13 @@ from torch import Tensor
 
 from samplewise.core.memory import is_out_of_memory
 from samplewise.engine.backward import pull_back
-from samplewise.engine.checks import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel, operation
-from samplewise.engine.linearity import is_additive, largest
-from samplewise.engine.rules.use import HALF_PRECISION, Use, accumulable, summed
-from samplewise.engine.saved import block_of, run_in_backward
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel, operation
+from samplewise.engine.graph.saved import block_of, run_in_backward
+from samplewise.engine.ownership.linearity import is_additive, largest
+from samplewise.engine.rules.rule_input import HALF_PRECISION, Use, accumulable, summed
 
 FEW = 4  # torch.vmap takes longer than this number of calls
 Verdicts = dict[object, bool]  # whether a faster computation gives the same values, for all graphs of one structure
@@ -129,7 +129,9 @@ class GenericGrad(RowwiseGrad):
         parts: list[Tensor] = []
         for at in range(start, stop, self.step):
             samples = range(at, min(at + self.step, stop))
-            parts += repetition(*(self.use.tags[slot].apart(g, samples) for slot, g in self.use.gradients.items()))
+            parts += repetition(
+                *(self.use.owner_maps[slot].split_samples(g, samples) for slot, g in self.use.gradients.items())
+            )
         return accumulable(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def sum(self, weights: Tensor | None) -> Tensor:
@@ -162,22 +164,22 @@ class GenericGrad(RowwiseGrad):
             return None
         with torch.set_grad_enabled(self.differentiable):
             values = call(use.node, use.gradients)[use.operand]
-        form = None
+        grad = None
         if values is not None and values.shape == use.gradient.shape and values.shape != use.shape:
-            form = summed(use, accumulable(values))
-        if form is not None and key not in self.verdicts:
-            sizes = form.norms().detach()
+            grad = summed(use, accumulable(values))
+        if grad is not None and key not in self.verdicts:
+            sizes = grad.norms().detach()
             first, second = sizes.topk(2).indices.tolist()
-            if not all(are_near(form.rows(b, b + 1), self.rows(b, b + 1)) for b in (first, second)):
-                form = None
+            if not all(are_near(grad.rows(b, b + 1), self.rows(b, b + 1)) for b in (first, second)):
+                grad = None
             elif bool(sizes[second] > 0):
                 self.verdicts[key] = True
-        if form is None:
+        if grad is None:
             self.verdicts[key] = False
-        return form
+        return grad
 
     def _weighted(self, weights: Tensor) -> dict[int, Tensor]:
-        return {slot: self.use.tags[slot].weighted(g, weights) for slot, g in self.use.gradients.items()}
+        return {slot: self.use.owner_maps[slot].apply_weights(g, weights) for slot, g in self.use.gradients.items()}
 
     def _call(self, gradients: dict[int, Tensor]) -> Tensor:
         with torch.set_grad_enabled(self.differentiable):
@@ -262,7 +264,7 @@ class Pullback:
         self._sums: dict[int, Tensor] = {}  # by parameter, those that were not returned yet
         self._weights: Tensor | None = None  # of these sums
 
-    def form(self, number: int) -> PerSampleGrad:
+    def grad(self, number: int) -> PerSampleGrad:
         """Representation of one parameter."""
         return self._closed[number] if number in self._closed else PulledBackGrad(self, number)
 

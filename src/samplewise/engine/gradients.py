@@ -4,42 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import index
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.core.text import listed, plural, render
-from samplewise.engine.backward import accumulate_grad, notifying
-from samplewise.engine.checks import (
+from samplewise.engine.arguments import (
     Parameters,
+    WantedParameters,
     Weights,
     check_attached,
     check_direction,
     check_is_tensor,
     check_rows,
+    wanted_parameters,
+    weights_by_name,
+)
+from samplewise.engine.backward import accumulate_grad, notify_ready
+from samplewise.engine.deferred_checks import (
+    DeferredChecks,
+    current_checks,
     finite_losses,
     finite_numbers,
     finite_tensors,
-    named_parameters,
-    weights_by_name,
 )
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Graph, graph_alive
-from samplewise.engine.norms import Norms
+from samplewise.engine.graph.graph import Graph, graph_alive
+from samplewise.engine.graph.saved import free_saved
 from samplewise.engine.outputs import Outputs, parts_of_loss
-from samplewise.engine.pending_checks import PendingChecks, collecting
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.profile import Profile, profile
-from samplewise.engine.projection import Projection
-from samplewise.engine.saved import free_saved
+from samplewise.engine.quantities import Norms, Projection, total_of, zeros
 from samplewise.engine.strategies import QuantityEvaluator
-from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
-from samplewise.parallel.ddp import inner, refuse_replicas
+from samplewise.parallel.ddp import refuse_replicas
 from samplewise.parallel.group import current_group
-from samplewise.parallel.sharded_parameters import is_sharded
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 
@@ -88,22 +89,6 @@ def gradients(
     return gradients_of_samples(losses, wanted_parameters(parameters), outputs, create_graph, strategy, interacting)
 
 
-class WantedParameters(NamedTuple):
-    """Parameters to differentiate, by name, and the model that they belong to, if it is known."""
-
-    named: dict[str, Tensor]
-    modules: list[nn.Module]
-    sharded: bool  # whole parameters of a model sharded with `fully_shard`
-
-
-def wanted_parameters(parameters: Parameters) -> WantedParameters:
-    """Parameters as passed to `sw.gradients`. Those of a wrapped model have its own names."""
-    if not isinstance(parameters, nn.Module):
-        return WantedParameters(named_parameters(parameters), [], sharded=False)
-    model = inner(parameters)
-    return WantedParameters(named_parameters(model), [model], is_sharded(model))
-
-
 def gradients_of_samples(
     losses: Tensor,
     wanted: WantedParameters,
@@ -123,7 +108,7 @@ def gradients_of_samples(
             "sw.gradients(loss, model, outputs=logits)."
         )
     g = gradients_of(losses, wanted.named, wanted.modules, create_graph, strategy, interacting, wanted.sharded)
-    g._own = True
+    g._by_user = True
     g._scalar_loss = None if outputs is None else loss
     return g
 
@@ -141,8 +126,8 @@ def gradients_of(
     """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data. `sharded`: the
     parameters are whole parameters of a model sharded with `fully_shard`. `checked`: the losses are checked already.
     """
-    outside = collecting()
-    checks = PendingChecks() if outside is None else outside
+    outside = current_checks()
+    checks = DeferredChecks() if outside is None else outside
     if not checked:
         check_attached(losses)
         checks.add(finite_losses, losses)
@@ -177,8 +162,8 @@ def project(g: Gradients, projection: Projection) -> Tensor:
     g._settle()
     device = g._graph.losses.device
     with g._evaluator.context():
-        parts = g._evaluator.evaluate(lambda form, name: projection.part(form, name, device))
-        ordered = {name: parts[name] for name in g.names if name in parts}  # not that of the backward pass
+        by_name = g._evaluator.evaluate(lambda grad, name: projection.of_parameter(grad, name, device))
+        ordered = {name: by_name[name] for name in g.names if name in by_name}  # not that of the backward pass
         return projection.total(ordered, zeros(g._graph, projection.dim))
 
 
@@ -207,14 +192,14 @@ def accumulate(
         )
     if g._sharded:  # each module is summed over ranks when the pass has left it
         with g._evaluator.context():
-            for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], form.sum(per_name[n]))):
+            for _ in g._evaluator.release(lambda grad, n: accumulate_grad(g._parameters[n], grad.sum(per_name[n]))):
                 pass
         return None
     may_overflow: dict[str, Tensor] = {}
 
-    def quantity(form: PerSampleGrad, name: str) -> Tensor:
-        total = form.summed_apart(per_name[name]) if apart else form.sum(per_name[name])
-        if not (bounded and form.is_bounded_by_norms):
+    def quantity(grad: PerSampleGrad, name: str) -> Tensor:
+        total = grad.summed_apart(per_name[name]) if apart else grad.sum(per_name[name])
+        if not (bounded and grad.is_bounded_by_norms):
             may_overflow[name] = total
         return total
 
@@ -270,7 +255,7 @@ def _no_check(*arguments: object) -> None:
     """Accept weights that are known to be finite."""
 
 
-def factored_forms(g: Gradients) -> dict[str, PerSampleGrad]:
+def factored_grads(g: Gradients) -> dict[str, PerSampleGrad]:
     """Representations of the parameters that the losses depend on, by name, from a backward pass of their own: factors
     wherever the operation has them, also if rows are smaller. Not for a single sample, which has rows only.
     """
@@ -297,7 +282,7 @@ def plan_table(g: Gradients) -> str:
     rows.sort(key=lambda row: order[row.parameter])
     reached = {row.parameter for row in rows}
     missing = [name for name in g.names if name not in reached]
-    cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
+    cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.grad) for r in rows]
     cells += [
         (name, "x".join(map(str, g._parameters[name].shape)) or "1", "", "", "not reached: zeros") for name in missing
     ]
@@ -323,14 +308,14 @@ class Gradients:
     the next call of any other method, such as `sum` or `backward`, makes all checks with one host sync.
     """
 
-    def __init__(self, evaluator: QuantityEvaluator, checks: PendingChecks, settles: bool):
+    def __init__(self, evaluator: QuantityEvaluator, checks: DeferredChecks, settles: bool):
         self._evaluator = evaluator
         self._checks = checks
         self._settles = settles  # False: the caller settles the checks
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
         self._scalar_loss: Tensor | None = None  # the losses are parts of it, which have no meaning as values
-        self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
+        self._by_user = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
         self._norms = Norms(evaluator, checks)
 
@@ -383,45 +368,42 @@ class Gradients:
         With by="parameter", a dict name -> (B,) with the contribution of each parameter.
         """
         _check_by(by)
-        parts = self._paired_dots(direction) if isinstance(direction, Gradients) else self._dots(direction)
-        with torch.enable_grad():  # parts require a gradient only with create_graph
-            total = total_of(self._graph, parts)
+        if isinstance(direction, Gradients):
+            if len(direction) != len(self):
+                raise ParameterError(
+                    f"dot needs two Gradients with the same number of samples; found {len(self)} and {len(direction)}. "
+                    "Use g.gram(other) for the inner products of all pairs of samples."
+                )
+            by_name = self._with_other(direction, "dot", lambda grad, other_grad: grad.paired_dot(other_grad))
+        else:
+            check_direction(direction, self._parameters)
+            by_name = self._evaluate(lambda grad, name: grad.dot(direction[name]))
+        with torch.enable_grad():  # the dots require a gradient only with create_graph
+            total = total_of(self._graph, by_name)
         self._checks.add(finite_numbers, total, "dot product")
         if by is None:
             return total
-        return {name: parts[name] if name in parts else zeros(self._graph) for name in self.names}
-
-    def _dots(self, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        check_direction(direction, self._parameters)
-        return self._evaluate(lambda form, name: form.dot(direction[name]))
-
-    def _paired_dots(self, other: Gradients) -> dict[str, Tensor]:
-        if len(other) != len(self):
-            raise ParameterError(
-                f"dot needs two Gradients with the same number of samples; found {len(self)} and {len(other)}. "
-                "Use g.gram(other) for the inner products of all pairs of samples."
-            )
-        return self._with_other(other, "dot", lambda mine, theirs: mine.paired_dot(theirs))
+        return {name: by_name[name] if name in by_name else zeros(self._graph) for name in self.names}
 
     def _with_other(
         self, other: Gradients, method: str, quantity: Callable[[PerSampleGrad, PerSampleGrad], Tensor]
     ) -> dict[str, Tensor]:
-        """quantity(form here, form there) of each parameter that both losses depend on, by name."""
+        """quantity(grad here, grad there) of each parameter that both losses depend on, by name."""
         if not isinstance(other, Gradients):
             raise ParameterError(
                 f"{method} needs another Gradients, from sw.gradients(losses, model); found {type(other).__name__}."
             )
-        shapes, others = ({n: tuple(p.shape) for n, p in g._parameters.items()} for g in (self, other))
-        if shapes != others:
+        shapes, other_shapes = ({n: tuple(p.shape) for n, p in g._parameters.items()} for g in (self, other))
+        if shapes != other_shapes:
             raise ParameterError(
                 f"{method} needs two Gradients of the same parameters; found different names or shapes. "
                 "Pass the same model, or the same dict of tensors, to both calls of sw.gradients."
             )
-        theirs = other._evaluator.forms()
-        mine = self._evaluator.forms()
+        other_grads = other._evaluator.grads()
+        grads = self._evaluator.grads()
         differentiable = self._evaluator.create_graph or other._evaluator.create_graph
         with self._evaluator.context(), torch.set_grad_enabled(differentiable):
-            return {name: quantity(form, theirs[name]) for name, form in mine.items() if name in theirs}
+            return {name: quantity(grad, other_grads[name]) for name, grad in grads.items() if name in other_grads}
 
     @overload
     def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: None = None) -> Tensor: ...
@@ -442,18 +424,18 @@ class Gradients:
         self._settle()
         if other is None:
             columns = len(self)
-            parts = self._evaluate(lambda form, _: form.gram(form))
+            by_name = self._evaluate(lambda grad, _: grad.gram(grad))
         elif isinstance(other, Mapping):
             columns = check_rows(other, self._parameters)
-            parts = self._evaluate(lambda form, name: form.gram(DenseGrad(other[name])))
+            by_name = self._evaluate(lambda grad, name: grad.gram(DenseGrad(other[name])))
         else:
-            parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
+            by_name = self._with_other(other, "gram", lambda grad, other_grad: grad.gram(other_grad))
             columns = len(other)
             other._settle()
         if by is not None:
-            return {name: parts[name] if name in parts else zeros(self._graph, columns) for name in self.names}
-        with torch.enable_grad():  # parts require a gradient only with create_graph
-            return total_of(self._graph, parts, columns)
+            return {name: by_name[name] if name in by_name else zeros(self._graph, columns) for name in self.names}
+        with torch.enable_grad():  # they require a gradient only with create_graph
+            return total_of(self._graph, by_name, columns)
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
         """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.
@@ -474,8 +456,8 @@ class Gradients:
         Parameters that no loss depends on get zeros.
         """
         per_name = weights_by_name(weights, self.names, self._graph.losses, self._checks.add)
-        sums = self._like_parameters(self._evaluate(lambda form, name: form.sum(per_name[name])))
-        return self._reduced(sums) if all_reduce else sums
+        sums = self._like_parameters(self._evaluate(lambda grad, name: grad.sum(per_name[name])))
+        return self._all_reduce(sums) if all_reduce else sums
 
     def mean(self, *, all_reduce: bool = False) -> dict[str, Tensor]:
         """Mean of per-sample gradients, name -> sum_i g_i / B; with all_reduce=True, over the samples of all ranks."""
@@ -485,7 +467,7 @@ class Gradients:
 
     def sum_of_squares(self) -> dict[str, Tensor]:
         """Sum of squared gradients, name -> sum_i g_i**2, element by element. `sw.fisher` is the mean over samples."""
-        return self._like_parameters(self._evaluate(lambda form, _: form.sum_of_squares(None)))
+        return self._like_parameters(self._evaluate(lambda grad, _: grad.sum_of_squares(None)))
 
     def variance(self) -> dict[str, Tensor]:
         """Unbiased variance over samples of each element, name -> sum_i (g_i - mean)**2 / (B - 1)."""
@@ -493,7 +475,7 @@ class Gradients:
             raise ParameterError("variance needs at least two samples; found one.")
         scale = 1 / (len(self) - 1)
         return self._like_parameters(
-            self._evaluate(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale)
+            self._evaluate(lambda grad, _: grad.sum_of_squares(grad.sum(None) / len(self)) * scale)
         )
 
     def backward(self, weights: Weights | None = None, retain_graph: bool = False) -> None:
@@ -507,9 +489,9 @@ class Gradients:
         Parameters that no loss depends on are left unchanged. For a model sharded with `fully_shard` this is an
         ordinary backward pass, in which torch averages over the ranks.
         """
-        if self._own:
+        if self._by_user:
             refuse_replicas(self._parameters.values())
-        if self._sharded and self._own and isinstance(weights, Mapping):
+        if self._sharded and self._by_user and isinstance(weights, Mapping):
             raise ParameterError(
                 "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
@@ -566,11 +548,11 @@ class Gradients:
         self._settle()
         p = self._parameters[name]
         with self._evaluator.context():
-            form = self._evaluator.forms().get(name)
-            if form is None or start == stop:
+            grad = self._evaluator.grads().get(name)
+            if grad is None or start == stop:
                 return p.new_zeros(stop - start, *p.shape)
-            self._evaluator.expose(name, form)
-            return form.rows(start, stop).to(p.dtype)
+            self._evaluator.expose(name, grad)
+            return grad.rows(start, stop).to(p.dtype)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (self[i] for i in range(len(self)))
@@ -632,18 +614,18 @@ class Gradients:
         reached = None
         if not self._sharded:
             reached = [self._parameters[name] for name in self._graph.leaves.values() if name not in rows]
-        with graph_alive(), notifying(reached or (), ready):
+        with graph_alive(), notify_ready(reached or (), ready):
             self._graph.check_losses_unchanged()
             if reached != []:
                 torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)
         with self._evaluator.context():
-            for name, form in rows.items():
+            for name, grad in rows.items():
                 p = self._parameters[name]
-                accumulate_grad(p, form.sum(weights if weights is None else weights.detach()))
+                accumulate_grad(p, grad.sum(weights if weights is None else weights.detach()))
                 if ready is not None:
                     ready(p)
 
-    def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _all_reduce(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._evaluator.create_graph and current_group().distributed:
             raise ParameterError(
                 "all_reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "

@@ -26,23 +26,23 @@ from torch._C import _DisableTorchDispatch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from samplewise.core.tensor_bytes import have_same_bytes
-from samplewise.engine.backward import Stops
+from samplewise.engine.backward_segments import Stops
 from samplewise.engine.generic import as_gradient
-from samplewise.engine.graph import EdgeKey, Graph, Node
-from samplewise.engine.local_probe import follows
-from samplewise.engine.ownership import is_identity
-from samplewise.engine.plan import Plan
-from samplewise.engine.registered_hooks import (
+from samplewise.engine.graph.graph import EdgeKey, Graph, Node
+from samplewise.engine.graph.hook_registry import (
     NO_HOOKS,
     HookPlaces,
     foreign_hooks,
     hook_places,
-    removed_afterwards,
+    remove_afterwards,
 )
-from samplewise.engine.saved import run_in_backward
-from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, is_float16
-from samplewise.engine.tags import Tag
-from samplewise.engine.verify import has_verified_hooks
+from samplewise.engine.graph.saved import run_in_backward
+from samplewise.engine.ownership.local_probe import follows
+from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, is_float16
+from samplewise.engine.ownership.owner_map import OwnerMap
+from samplewise.engine.ownership.ownership import is_identity
+from samplewise.engine.ownership.verify import has_verified_hooks
+from samplewise.engine.plan import Plan
 
 
 def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:
@@ -65,8 +65,8 @@ def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:
         and places.after.keys().isdisjoint(claim.node for claim in plan.functions)
         and not (ordinary and 0 in checks.slots)
     )
-    tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
-    return checks if watchable and has_verified_hooks(graph, tags, plan.derivation) else None
+    owner_maps = {graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
+    return checks if watchable and has_verified_hooks(graph, owner_maps, plan.derivation) else None
 
 
 class _Arrival(NamedTuple):
@@ -94,7 +94,7 @@ class HookChecks:
         self._foreign = foreign_hooks() if self.slots else 0
         self._thread = threading.get_ident()
 
-    def watching(self, stops: Stops) -> AbstractContextManager[None]:
+    def watch(self, stops: Stops) -> AbstractContextManager[None]:
         """Context manager: the backward pass in the block is watched. What arrives at `stops` is passed to `reach`."""
         if not self.slots:
             return nullcontext()
@@ -113,7 +113,7 @@ class HookChecks:
             else:
                 handles.append(nodes[at].register_prehook(partial(self._before, at)))
         handles += [nodes[at].register_hook(partial(self._returned, uses)) for at, uses in consumers.items()]
-        return removed_afterwards(handles)
+        return remove_afterwards(handles)
 
     def start(self, edges: Iterable[tuple[Node, int]], gradients: Iterable[Tensor]) -> None:
         """Note the gradients from which a pass, or a part of it, starts."""
@@ -164,7 +164,7 @@ class HookChecks:
             else:  # autograd adds them in this order
                 self._arrivals[key] = _Arrival(earlier.value + value, None)
 
-    def hold(self, owners: Mapping[EdgeKey, Tag], again: bool) -> bool:
+    def hold(self, owners: Mapping[EdgeKey, OwnerMap], again: bool) -> bool:
         """True if the watched pass shows that hooks have changed nothing, or keep to the ownership of gradients.
 
         again: hooks that have changed nothing are verified, too, because another pass with weights will call them.
@@ -195,7 +195,7 @@ class HookChecks:
             return None
         return left is not arrival.tensor  # equal values are not enough: a roll may leave them as they are
 
-    def _follow(self, owners: Mapping[EdgeKey, Tag]) -> bool:
+    def _follow(self, owners: Mapping[EdgeKey, OwnerMap]) -> bool:
         """Call all hooks again with weighted gradients; True if what they leave follows the weights."""
         graph = self.graph
         if is_float16(graph):  # needs several passes
@@ -209,11 +209,11 @@ class HookChecks:
             with torch.no_grad():
                 for at, left in self._left.items():
                     keys = [(at, slot) for slot in self.slots[at] if (at, slot) in self._arrivals]
-                    weighted = {key: owners[key].weighted(self._arrivals[key].value, weights) for key in keys}
+                    weighted = {key: owners[key].apply_weights(self._arrivals[key].value, weights) for key in keys}
                     results = self._call_hooks(at, {slot: g for (_, slot), g in weighted.items()})
                     for key in keys:
                         result = results[key[1]]
-                        expected = owners[key].weighted(left[key[1]], weights)
+                        expected = owners[key].apply_weights(left[key[1]], weights)
                         if result is None or result.shape != expected.shape:
                             flags.append(torch.zeros((), dtype=torch.bool))
                         else:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from samplewise.core.tensor_storage import is_plain, stored_values
+from samplewise.engine.arguments import check_is_tensor, check_losses
 from samplewise.engine.backward import gradients_at
-from samplewise.engine.checks import check_is_tensor, check_losses
-from samplewise.engine.graph import Edge, Graph, edge_of, graph_alive
-from samplewise.engine.independence import refuse_broadcast
-from samplewise.engine.linearity import check_linear
-from samplewise.engine.ownership import owners
-from samplewise.engine.probe import MIXED, probe
-from samplewise.engine.verify import verify
+from samplewise.engine.graph.graph import Edge, Graph, edge_of, graph_alive
+from samplewise.engine.ownership.independence import refuse_broadcast
+from samplewise.engine.ownership.linearity import check_linear
+from samplewise.engine.ownership.ownership import owners
+from samplewise.engine.ownership.probe import MIXED, probe
+from samplewise.engine.ownership.verify import verify
 from samplewise.errors import GraphError, LossesError, ParameterError, SamplesInteractError
 
 NO_PATH = (
@@ -76,8 +76,8 @@ def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) ->
 def _proven(graph: Graph, edge: Edge) -> bool:
     """True if ownership of x is proven and verified. False if its gradient is zero, which cannot verify the proof."""
     ownership = owners(graph, probes=False)
-    tag = ownership.tags.get(graph.key(edge))
-    return tag is not None and verify(graph, {edge: tag}, ownership.derivation) == set()
+    owner_map = ownership.owner_maps.get(graph.key(edge))
+    return owner_map is not None and verify(graph, {edge: owner_map}, ownership.derivation) == set()
 
 
 def _by_loop(losses: Tensor, x: Tensor, create_graph: bool) -> Tensor:

@@ -15,11 +15,19 @@ from torch import Tensor
 from torch.nn.parallel import distributed as ddp
 
 from samplewise.core.text import plural
-from samplewise.engine.checks import is_traced, wide_dtype
+from samplewise.engine.arguments import wide_dtype
+from samplewise.engine.deferred_checks import is_traced, read_at_once
 from samplewise.engine.generic import as_gradient
-from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, is_python_function, operation
-from samplewise.engine.pending_checks import read_at_once
-from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
+from samplewise.engine.graph.graph import (
+    Edge,
+    Node,
+    edge_of,
+    graph_alive,
+    is_accumulate_grad,
+    is_python_function,
+    operation,
+)
+from samplewise.engine.graph.hook_registry import foreign_hooks, remove_afterwards
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]
@@ -183,7 +191,7 @@ def _gradients_at(loss: Tensor, consumers: Consumers) -> dict[Edge, Tensor]:
                 gradients[edge] = gradients[edge] + gradient if edge in gradients else gradient
         return tuple(onward)
 
-    with removed_afterwards([node.register_hook(partial(read, edges)) for node, edges in operands.items()]):
+    with remove_afterwards([node.register_hook(partial(read, edges)) for node, edges in operands.items()]):
         torch.autograd.grad(loss, [edge.gradient_edge() for edge in consumers], retain_graph=True, allow_unused=True)
     return {edge: gradients[edge] if edge in gradients else edge.zeros() for edge in consumers}
 
@@ -208,7 +216,7 @@ def _refuse_hooks_on_copies(stop: Stop, edge: Edge, c: Tensor) -> None:
         noise = torch.randn(c.shape, generator=_generator, dtype=torch.float64).to(c)
         # A hook may change large or small gradients only: clip them, or drop them.
         for sent in (c, noise * limits.max ** (1 / 3), noise * limits.tiny ** (1 / 3)):
-            with removed_afterwards([node.register_hook(partial(compare, sent))]):
+            with remove_afterwards([node.register_hook(partial(compare, sent))]):
                 torch.autograd.grad(
                     [output.gradient_edge()], [edge.gradient_edge()], [sent.to(output.dtype)], retain_graph=True
                 )

@@ -13,21 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.engine import layouts
 from samplewise.engine.backward import pull_back
-from samplewise.engine.checks import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.exponential import exponential
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.grads.indexed import VIEWS, as_blocks, re_indexed
-from samplewise.engine.grads.normalized import normalized
-from samplewise.engine.grads.scaled import scaled
+from samplewise.engine.grads.indexed import VIEWS, as_blocks, reindex
+from samplewise.engine.grads.normalized import normalize_grad
+from samplewise.engine.grads.scaled import scale_grad
 from samplewise.engine.grads.stacked import StackedGrad
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, operation, scalar
-from samplewise.engine.rules.embedding import looked_up
-from samplewise.engine.rules.use import accumulable
-from samplewise.engine.saved import Saved, saved_tensor_names
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, operation, scalar
+from samplewise.engine.graph.saved import Saved, saved_tensor_names
+from samplewise.engine.ownership import layouts
+from samplewise.engine.rules.embedding import lookup_grad
+from samplewise.engine.rules.rule_input import accumulable
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
 
@@ -50,8 +50,8 @@ def changing_operations(operations: Sequence[str]) -> tuple[str, ...]:
     return tuple(operation for operation in operations if operation not in UNCHANGED)
 
 
-def carried(
-    form: PerSampleGrad,
+def carry(
+    grad: PerSampleGrad,
     changing: tuple[str, ...] | None,
     entry: Edge,
     leaf: Edge,
@@ -63,16 +63,16 @@ def carried(
 
     `changing` are the operations on the path to the leaf that change a gradient; None if it is not a single path.
     `indices` returns the indices of an embedding that is the only operation on the path; None if there is no such.
-    `orders`, `key`: see `re_indexed`.
+    `orders`, `key`: see `reindex`.
     """
     if changing is None:
         return None
-    if changing == ("Transpose",) and isinstance(form, StackedGrad) and _swaps_last_dims(entry):
-        return form.transposed()
+    if changing == ("Transpose",) and isinstance(grad, StackedGrad) and _swaps_last_dims(entry):
+        return grad.transpose()
     if set(changing) <= VIEWS:
-        return re_indexed(form, entry, leaf, orders, key)
-    if indices is not None and isinstance(form, DenseGrad):
-        return _looked_up_once(form, entry.node, indices(), leaf.shape)
+        return reindex(grad, entry, leaf, orders, key)
+    if indices is not None and isinstance(grad, DenseGrad):
+        return _lookup_once_grad(grad, entry.node, indices(), leaf.shape)
     return None
 
 
@@ -84,11 +84,11 @@ def _swaps_last_dims(entry: Edge) -> bool:
     return {scalar(entry.node, "dim0") % ndim, scalar(entry.node, "dim1") % ndim} == {ndim - 2, ndim - 1}
 
 
-def _looked_up_once(form: DenseGrad, node: Node, index: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
+def _lookup_once_grad(grad: DenseGrad, node: Node, index: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
     """Gradients of position embeddings, which are looked up once and broadcast to all samples."""
-    rows = form.rows(0, form.samples)
-    gradient = rows.reshape(form.samples, index.numel(), rows.shape[-1])
-    return looked_up(node, index.reshape(1, -1).expand(form.samples, -1), gradient, shape)
+    rows = grad.rows(0, grad.samples)
+    gradient = rows.reshape(grad.samples, index.numel(), rows.shape[-1])
+    return lookup_grad(node, index.reshape(1, -1).expand(grad.samples, -1), gradient, shape)
 
 
 # --- operations that keep representations ----------------------------------------------------------------------------
@@ -115,24 +115,24 @@ class Lowering(NamedTuple):
     reads: tuple[str, ...] = ()  # names of the saved tensors it needs
 
 
-def _unchanged(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
-    return form
+def _keep(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+    return grad
 
 
-def _transposed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
-    if isinstance(form, DenseGrad):
-        return DenseGrad(*(part.mT for part in form.parts), terms=form.term_norms)
-    return form.transposed() if isinstance(form, FactoredGrad) else None
+def _transpose(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    if isinstance(grad, DenseGrad):
+        return DenseGrad(*(part.mT for part in grad.parts), terms=grad.term_norms)
+    return grad.transpose() if isinstance(grad, FactoredGrad) else None
 
 
-def _viewed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
-    if not isinstance(form, DenseGrad):
+def _view(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    if not isinstance(grad, DenseGrad):
         return None
-    return DenseGrad(*(part.reshape(len(part), *below.shape) for part in form.parts), terms=form.term_norms)
+    return DenseGrad(*(part.reshape(len(part), *below.shape) for part in grad.parts), terms=grad.term_norms)
 
 
-def _permuted(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
-    if not isinstance(form, DenseGrad):
+def _permute(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    if not isinstance(grad, DenseGrad):
         return None
     order = list(range(len(below.shape)))
     if operation(entry.node) == "Permute":
@@ -141,14 +141,14 @@ def _permuted(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved
     else:
         a, b = scalar(entry.node, "dim0"), scalar(entry.node, "dim1")
         order[a], order[b] = order[b], order[a]
-    return DenseGrad(*(part.permute(0, *(d + 1 for d in order)) for part in form.parts), terms=form.term_norms)
+    return DenseGrad(*(part.permute(0, *(d + 1 for d in order)) for part in grad.parts), terms=grad.term_norms)
 
 
-def _indexed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+def _index(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
     """Gradients of a table of which entries are looked up, such as a relative position bias: table[index]."""
     index, *others = saved["indices"]
     if (
-        not isinstance(form, DenseGrad)
+        not isinstance(grad, DenseGrad)
         or index is None
         or index.dtype is not torch.long
         or others != [None] * len(others)
@@ -156,61 +156,61 @@ def _indexed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved:
         return None
     entries = index.flatten() % below.shape[0]  # indices may be negative
     parts = []
-    for part in form.parts:
+    for part in grad.parts:
         chosen = part.reshape(len(part), len(entries), *below.shape[1:])
         parts.append(chosen.new_zeros(len(part), *below.shape).index_add(1, entries, chosen))
-    return DenseGrad(*parts, terms=lambda: term_norms(form) * len(entries) ** 0.5)
+    return DenseGrad(*parts, terms=lambda: term_norms(grad) * len(entries) ** 0.5)
 
 
-def _added(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
-    return form if operand == 0 or entry.node._saved_alpha == 1 else scaled(form, float(entry.node._saved_alpha))
+def _add_scaled(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+    return grad if operand == 0 or entry.node._saved_alpha == 1 else scale_grad(grad, float(entry.node._saved_alpha))
 
 
-def _times_number(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+def _times_number(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
     factor = saved["other" if operand == 0 else "self"] if saved else entry.node._saved_other  # a Python number
     if not isinstance(factor, Tensor):
-        return scaled(form, float(factor))
+        return scale_grad(grad, float(factor))
     if factor.numel() == 1:
-        return scaled(form, accumulable(factor.reshape(())))
-    return _elementwise(form, entry, below, operand, saved)
+        return scale_grad(grad, accumulable(factor.reshape(())))
+    return _elementwise(grad, entry, below, operand, saved)
 
 
-def _elementwise(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+def _elementwise(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
     """Gradients of an operand of elementwise operations, which multiply each element by a factor."""
     ones = torch.ones(entry.shape, dtype=entry.dtype, device=entry.device)
     (factors,) = pull_back(ones, entry, [below], torch.is_grad_enabled())
-    return scaled(form, accumulable(factors))
+    return scale_grad(grad, accumulable(factors))
 
 
-def _in_product(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+def _in_product(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
     """Gradients of one factor of a matrix product."""
-    if not isinstance(form, FactoredGrad):
+    if not isinstance(grad, FactoredGrad):
         return None
     other: Tensor = accumulable(saved["mat2" if operand == 0 else "self"])
     terms = []
-    for left, right in form.terms:
+    for left, right in grad.terms:
         if not isinstance(left, Tensor) or not isinstance(right, Tensor) or other.is_complex():
             return None
         terms.append(Term(left, right @ other.T) if operand == 0 else Term(left @ other, right))
     return FactoredGrad(terms, below.shape)
 
 
-def _exponential(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+def _exponential(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
     A = accumulable(saved["self"])
     # The second derivative would need more nodes; on other devices, the number of nodes would be a host sync.
     usable = A.dim() == 2 and A.device.type == "cpu" and not (A.is_complex() or is_traced(A) or torch.is_grad_enabled())
-    return exponential(form, A) if usable else None
+    return exponential(grad, A) if usable else None
 
 
 ELEMENTWISE = Lowering(_elementwise)
 LOWERED = {
     **dict.fromkeys(layouts.ELEMENTWISE.split(), ELEMENTWISE),
-    **dict.fromkeys(UNCHANGED, Lowering(_unchanged)),
-    **dict.fromkeys(layouts.VIEWS - UNCHANGED, Lowering(_viewed)),
-    **dict.fromkeys(("Permute", "Transpose"), Lowering(_permuted)),
-    "Index": Lowering(_indexed, ("indices",)),
-    "T": Lowering(_transposed),
-    "Add": Lowering(_added),
+    **dict.fromkeys(UNCHANGED, Lowering(_keep)),
+    **dict.fromkeys(layouts.VIEWS - UNCHANGED, Lowering(_view)),
+    **dict.fromkeys(("Permute", "Transpose"), Lowering(_permute)),
+    "Index": Lowering(_index, ("indices",)),
+    "T": Lowering(_transpose),
+    "Add": Lowering(_add_scaled),
     "Mul": Lowering(_times_number, ("self", "other")),
     "Mm": Lowering(_in_product, ("self", "mat2")),
     "LinalgMatrixExp": Lowering(_exponential, ("self",)),
@@ -262,7 +262,7 @@ def descent(graph: Graph, entry: Edge, leaves: Sequence[Node]) -> Descent:
 
 
 def reads_of(path: Descent, graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Names of the saved tensors that `lowered` reads, by position."""
+    """Names of the saved tensors that `lower` reads, by position."""
     reads = {step.entry[0]: step.reads for step in path.steps}
     if path.last is not None:
         kind = graph.operations[graph.nodes[path.last]]
@@ -270,8 +270,8 @@ def reads_of(path: Descent, graph: Graph) -> dict[int, tuple[str, ...]]:
     return {at: names for at, names in reads.items() if names}
 
 
-def lowered(
-    form: PerSampleGrad, entry: EdgeKey, path: Descent, graph: Graph, read: Callable[[Node], Saved]
+def lower(
+    grad: PerSampleGrad, entry: EdgeKey, path: Descent, graph: Graph, read: Callable[[Node], Saved]
 ) -> tuple[PerSampleGrad, EdgeKey, Mapping[int, PerSampleGrad]]:
     """Convert the representation of an operand as far as possible: the representation, where it is one of, and those of
     parameters, by number.
@@ -280,39 +280,39 @@ def lowered(
         edge = graph.edge(step.entry)
         saved = read(edge.node) if step.reads else {}
         convert = LOWERED[operation(edge.node)].convert
-        converted = convert(form, edge, graph.edge(step.below), step.operand, saved)
+        converted = convert(grad, edge, graph.edge(step.below), step.operand, saved)
         if converted is None:
-            return form, entry, {}
-        form, entry = converted, step.below
-    forms: Sequence[PerSampleGrad | None] = ()
+            return grad, entry, {}
+        grad, entry = converted, step.below
+    grads: Sequence[PerSampleGrad | None] = ()
     if path.last is None:
-        forms = (form,) if path.numbers else ()
+        grads = (grad,) if path.numbers else ()
     else:
         edge = graph.edge(entry)
         saved = read(edge.node)
         if operation(edge.node) == WEIGHT_NORM:
-            forms = normalized(form, *(accumulable(saved[name]) for name in WEIGHT_NORM_READS)) or ()
+            grads = normalize_grad(grad, *(accumulable(saved[name]) for name in WEIGHT_NORM_READS)) or ()
         else:
             operands = [Edge(*child) for child in edge.node.next_functions]
-            forms = [
-                None if number is None else _in_product(form, edge, operands[position], position, saved)
+            grads = [
+                None if number is None else _in_product(grad, edge, operands[position], position, saved)
                 for position, number in enumerate(path.numbers)
             ]
-    numbered = zip(path.numbers, forms, strict=False)  # there are no forms if the representation is of another kind
-    return form, entry, {n: of_leaf for n, of_leaf in numbered if n is not None and of_leaf is not None}
+    numbered = zip(path.numbers, grads, strict=False)  # there are no grads if the representation is of another kind
+    return grad, entry, {n: of_leaf for n, of_leaf in numbered if n is not None and of_leaf is not None}
 
 
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def combined(forms: Sequence[PerSampleGrad], name: str, shared: dict[object, bool]) -> PerSampleGrad:
+def combine(grads: Sequence[PerSampleGrad], name: str, shared: dict[object, bool]) -> PerSampleGrad:
     """Merge all uses of a parameter into one representation, so that norms include the cross terms between uses.
     `shared`: see `as_blocks`.
     """
-    outers = [form for form in forms if isinstance(form, FactoredGrad)]
-    if len(outers) == len(forms) and len({outer.matrix for outer in outers}) == 1:
-        return FactoredGrad([term for outer in outers for term in outer.terms], forms[0].shape)
-    if all(isinstance(form, DenseGrad) for form in forms):
-        uses = SummedGrad(forms)
+    outers = [grad for grad in grads if isinstance(grad, FactoredGrad)]
+    if len(outers) == len(grads) and len({outer.matrix for outer in outers}) == 1:
+        return FactoredGrad([term for outer in outers for term in outer.terms], grads[0].shape)
+    if all(isinstance(grad, DenseGrad) for grad in grads):
+        uses = SummedGrad(grads)
         return DenseGrad(uses.rows(0, uses.samples), terms=uses.term_norms)
-    return as_blocks(forms, shared, name) or SummedGrad(forms)
+    return as_blocks(grads, shared, name) or SummedGrad(grads)

@@ -19,38 +19,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.engine.backward import OperandGradients, Stops, stops_at
-from samplewise.engine.checks import is_traced
-from samplewise.engine.cut import Cut, find_cut, probed_cut
+from samplewise.engine.backward import OperandGradients
+from samplewise.engine.backward_segments import Stops, stops_at
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.bundled import SMALL, bundled
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS
+from samplewise.engine.grads.packed import SMALL, pack_rows
 from samplewise.engine.grads.stacked import StackedGrad
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
-from samplewise.engine.independence import Constants, may_refuse, refuse_batch_norm, refuse_broadcast, sample_data
-from samplewise.engine.local_probe import Claim, hold
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
+from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
+from samplewise.engine.graph.saved import SavedTensorReader, Versions
+from samplewise.engine.graph.structure import once
+from samplewise.engine.ownership.cut import Cut, find_cut, probed_cut
+from samplewise.engine.ownership.independence import (
+    Constants,
+    may_refuse,
+    refuse_batch_norm,
+    refuse_broadcast,
+    sample_data,
+)
+from samplewise.engine.ownership.local_probe import Claim, hold
+from samplewise.engine.ownership.owner_map import OwnerMap, Regular
+from samplewise.engine.ownership.verify import verify_again
 from samplewise.engine.parameter_side import (
     NO_DESCENT,
     Descent,
-    carried,
+    carry,
     changing_operations,
-    combined,
+    combine,
     descent,
-    lowered,
+    lower,
     paths_to_leaves,
     reads_of,
 )
-from samplewise.engine.registered_hooks import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
-from samplewise.engine.rules.use import Operand
-from samplewise.engine.saved import SavedTensorReader, Versions
+from samplewise.engine.rules.rule_input import Operand
 from samplewise.engine.slow_paths import place_of, warn_if_slow
-from samplewise.engine.structure import once
-from samplewise.engine.tags import Regular, Tag
-from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
 from samplewise.parallel.sharded_parameters import unsharded
 
@@ -102,7 +109,7 @@ class ExplainRow:
     shape: tuple[int, ...]
     operations: str
     ownership: str
-    form: str
+    grad: str
 
 
 @dataclass
@@ -114,8 +121,8 @@ class Plan:
     reads: dict[int, tuple[str, ...]]  # names of the saved tensors to read, by node
     uses: dict[str, int]  # number of routes to each parameter
     rules: dict[tuple[str, int], Rule | None]  # the rules in use, by operation and operand position
-    tags: dict[EdgeKey, Tag]  # ownership of the gradients at the cut
-    owners: dict[EdgeKey, Tag]  # of all gradients whose ownership was derived
+    owner_maps: dict[EdgeKey, OwnerMap]  # ownership of the gradients at the cut
+    owners: dict[EdgeKey, OwnerMap]  # of all gradients whose ownership was derived
     side: set[int]  # nodes of the parameter side
     proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     claims: list[Claim]  # that the ownership depends on, to be verified in each graph
@@ -127,24 +134,24 @@ class Plan:
     operations: dict[int, str]  # by node at the cut
     operand_rules: dict[int, OperandRule]  # of nodes that need not be run, by node at the cut
     pending: set[EdgeKey]  # edges whose ownership is not verified yet, because gradients were zero
-    orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `re_indexed`
+    orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `reindex`
     shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
     verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
     by_passes: set[object] = field(default_factory=set)  # places of hooks that are verified by passes with weights
     cause: str = "samples do not own the gradients as was derived"  # why the whole graph was probed, if it was
 
-    def explain(self, name: str, form: PerSampleGrad) -> ExplainRow:
+    def explain(self, name: str, grad: PerSampleGrad) -> ExplainRow:
         """Line of `explain` for one parameter."""
         operations: dict[str, None] = {}
         kinds: dict[str, None] = {}
         for node, operands in self.operands.items():
             if any(route.name == name for operand in operands for route in operand.branch.routes):
                 operations[self.operations[node]] = None
-                kinds.update(dict.fromkeys(str(self.tags[node, slot]) for slot in self.stops.slots[node]))
+                kinds.update(dict.fromkeys(str(self.owner_maps[node, slot]) for slot in self.stops.slots[node]))
         ownership = f"{', '.join(kinds)} ({'proven' if self.proven else 'probed'})"
         count = f" x{self.uses[name]}" if self.uses[name] > 1 else ""
-        return ExplainRow(name, form.shape, ", ".join(operations) + count, ownership, form.describe())
+        return ExplainRow(name, grad.shape, ", ".join(operations) + count, ownership, grad.describe())
 
 
 # --- making a plan -------------------------------------------------------------------------------------------------
@@ -162,9 +169,9 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         key = (graph.structure.operations[at], position)
         rule = rules[key] = RULES.get(key)
         reads.setdefault(at, {}).update(dict.fromkeys(rule.reads if rule is not None else ()))
-        planned = _plan_operand(graph, cut, at, position, rule, branch)
-        operands.setdefault(at, []).append(planned)
-        for below, names in reads_of(planned.descent, graph).items():
+        operand_plan = _plan_operand(graph, cut, at, position, rule, branch)
+        operands.setdefault(at, []).append(operand_plan)
+        for below, names in reads_of(operand_plan.descent, graph).items():
             reads.setdefault(below, {}).update(dict.fromkeys(names))
         for route in branch.routes:
             uses[route.name] = uses.get(route.name, 0) + 1
@@ -178,7 +185,7 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         reads={at: tuple(names) for at, names in reads.items()},
         uses=uses,
         rules=rules,
-        tags={graph.key(edge): tag for edge, tag in cut.tags.items()},
+        owner_maps={graph.key(edge): owner_map for edge, owner_map in cut.owner_maps.items()},
         owners=cut.owners,
         side={graph.index[node] for node in cut.side},
         proven=cut.proven,
@@ -187,9 +194,9 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         recomputed=cut.recomputed,
         derivation=cut.derivation,
         has_functions=any(
-            planned.branch.function is not None or is_python_function(graph.nodes[at])
+            operand_plan.branch.function is not None or is_python_function(graph.nodes[at])
             for at, operands_of_node in operands.items()
-            for planned in operands_of_node
+            for operand_plan in operands_of_node
         ),
         data_entries=cut.data_entries,
         operations=operations,
@@ -202,8 +209,8 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
 def _plan_operand(graph: Graph, cut: Cut, at: int, position: int, rule: Rule | None, branch: Branch) -> OperandPlan:
     shapes = graph.sizes.shapes
     slots = graph.reach.slots[at]
-    tags = {slot: cut.tags[graph.edge((at, slot))] for slot in slots}
-    operand = Operand(position, shapes[branch.entry], graph.samples, tags)
+    owner_maps = {slot: cut.owner_maps[graph.edge((at, slot))] for slot in slots}
+    operand = Operand(position, shapes[branch.entry], graph.samples, owner_maps)
     empty = not any(numel(shapes[at, slot]) for slot in slots)
     if branch.viewed:
         return OperandPlan(operand, rule, empty, branch, NO_DESCENT)
@@ -308,8 +315,8 @@ class Planner:
     def verify_again(self) -> bool:
         """Verify the ownership of the current plan with new passes; False if it does not hold."""
         plan = self.plan()
-        tags = {self.graph.edge(key): tag for key, tag in plan.tags.items()}
-        pending = verify_again(self.graph, tags, plan.derivation)
+        owner_maps = {self.graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
+        pending = verify_again(self.graph, owner_maps, plan.derivation)
         if pending is None:
             self.graph.sizes.plans.pop(self.interacting, None)
             return False
@@ -327,7 +334,7 @@ class Planner:
             plan.cause = cut.cause.text + place
         sizes = self.graph.sizes
         # Routing by data has new shapes in each step: owners of rows are kept only for shapes that are met again.
-        small = sizes.analyzed or all(isinstance(tag, Regular) for tag in plan.tags.values())
+        small = sizes.analyzed or all(isinstance(owner_map, Regular) for owner_map in plan.owner_maps.values())
         if cut.proven and not cut.by_data and small:
             sizes.plans[self.interacting] = plan
         sizes.analyzed = True
@@ -356,7 +363,7 @@ class GradBuilder:
     """Convert gradients at the cut into representations of per-sample gradients, and compute a quantity of each.
 
     `add` is called once for each node at the cut. As soon as all uses of a parameter have been added,
-    quantity(form, name) is stored in `results`, and with keep=True the representation in `forms`. Otherwise, `rows` has
+    quantity(grad, name) is stored in `results`, and with keep=True the representation in `grads`. Otherwise, `rows` has
     those of parameters that are small compared with the activations.
     """
 
@@ -378,14 +385,14 @@ class GradBuilder:
         self.factors = factors  # prefer factors, also if rows are smaller
         self.versions = Versions()  # version counters of the tensors that representations refer to
         self.results: dict[str, Any] = {}
-        self.forms: dict[str, PerSampleGrad] = {}
+        self.grads: dict[str, PerSampleGrad] = {}
         self.rows: dict[str, DenseGrad] = {}
         self._gradients: dict[int, Tensor] = {}  # of the last node that was added
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
-        self._bundles = keep and not (differentiable or graph.sharded or is_traced(graph.losses))
-        # A hook or Python function may change a gradient in place during the pass, before its rows are bundled.
-        self._copies = self._bundles and in_place
-        self._small: dict[str, DenseGrad] = {}  # to be bundled after the pass
+        self._packs = keep and not (differentiable or graph.sharded or is_traced(graph.losses))
+        # A hook or Python function may change a gradient in place during the pass, before its rows are packed.
+        self._copies = self._packs and in_place
+        self._small: dict[str, DenseGrad] = {}  # to be packed after the pass
         self._verdicts = None if graph.sharded else plan.verdicts
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
         reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
@@ -399,7 +406,9 @@ class GradBuilder:
         """
         if self.graph.sharded:
             leaves = [
-                self.graph.nodes[leaf].variable for planned in self.plan.operands[at] for leaf in planned.branch.leaves
+                self.graph.nodes[leaf].variable
+                for operand_plan in self.plan.operands[at]
+                for leaf in operand_plan.branch.leaves
             ]
             with unsharded(leaves):  # a pass may have left their module
                 self._add(at, gradients)
@@ -410,19 +419,19 @@ class GradBuilder:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
         self._gradients = gradients
-        forms: list[PerSampleGrad] = []
-        for planned in self.plan.operands[at]:
-            form = None
+        grads: list[PerSampleGrad] = []
+        for operand_plan in self.plan.operands[at]:
+            grad = None
             if gradients:
-                use = Use(node, planned.operand, gradients, saved)
-            if not gradients or planned.empty:
-                form = self._zeros(planned)
-            elif planned.rule is not None and node not in self._reader.sparse:  # rules are for strided tensors
-                rule = planned.rule
-                form = rule.factors(use) if self.factors and rule.factors is not None else rule.form(use)
-            if form is None:
-                generic = GenericGrad(use, self.differentiable, self._verdicts, (at, planned.operand.position))
-                form = generic.broadcast() or generic
+                use = Use(node, operand_plan.operand, gradients, saved)
+            if not gradients or operand_plan.empty:
+                grad = self._zeros(operand_plan)
+            elif operand_plan.rule is not None and node not in self._reader.sparse:  # rules are for strided tensors
+                rule = operand_plan.rule
+                grad = rule.factors(use) if self.factors and rule.factors is not None else rule.grad(use)
+            if grad is None:
+                generic = GenericGrad(use, self.differentiable, self._verdicts, (at, operand_plan.operand.position))
+                grad = generic.broadcast() or generic
                 if is_python_function(node):
                     self._check_linear(generic, self.plan.operations[at])
                     if not supports_batches(node):
@@ -432,117 +441,117 @@ class GradBuilder:
                             f"{self.graph.samples} calls of it in each step",
                             "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",
                         )
-            forms += self._carry(planned, form)
-        if self.keep and forms:
+            grads += self._carry(operand_plan, grad)
+        if self.keep and grads:
             # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
             read = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
             tensors = [*read, *gradients.values()]
-            for form in forms:
-                if not (isinstance(form, DenseGrad) and form.is_apart_from(tensors)):
+            for grad in grads:
+                if not (isinstance(grad, DenseGrad) and grad.is_apart_from(tensors)):
                     self.versions.record(tensors)
                     break
         of_operands = self.plan.operand_rules.get(at)
         return partial(of_operands.gradients, use) if of_operands is not None and gradients else None
 
-    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> list[PerSampleGrad]:
+    def _carry(self, operand_plan: OperandPlan, grad: PerSampleGrad) -> list[PerSampleGrad]:
         """Convert the representation of an operand into those of the parameters below it. Returns those that may refer
         to the tensors of the operation.
         """
         referring: list[PerSampleGrad] = []
         pullback: Pullback | None = None
-        for route in planned.branch.routes:
-            converted: PerSampleGrad | None = form
-            if route.changing == ("T",) and isinstance(form, FactoredGrad):  # without edges, which take microseconds
-                converted = form.transposed()
+        for route in operand_plan.branch.routes:
+            converted: PerSampleGrad | None = grad
+            if route.changing == ("T",) and isinstance(grad, FactoredGrad):  # without edges, which take microseconds
+                converted = grad.transpose()
             elif route.changing != ():
-                entry = self.graph.edge(planned.branch.entry)
-                leaf = Edge(self.graph.nodes[planned.branch.leaves[route.number]], 0)
-                indices = self._indices(planned) if route.looks_up else None
-                key = (planned.branch.entry, route.number)
-                converted = carried(form, route.changing, entry, leaf, indices, self.plan.orders, key)
+                entry = self.graph.edge(operand_plan.branch.entry)
+                leaf = Edge(self.graph.nodes[operand_plan.branch.leaves[route.number]], 0)
+                indices = self._indices(operand_plan) if route.looks_up else None
+                key = (operand_plan.branch.entry, route.number)
+                converted = carry(grad, route.changing, entry, leaf, indices, self.plan.orders, key)
             if converted is None:
-                pullback = self._pullback(planned, form) if pullback is None else pullback
-                converted = pullback.form(route.number)
+                pullback = self._pullback(operand_plan, grad) if pullback is None else pullback
+                converted = pullback.grad(route.number)
             if not self._add_use(route.name, converted):
                 referring.append(converted)
         return referring
 
-    def _add_use(self, name: str, form: PerSampleGrad) -> bool:
+    def _add_use(self, name: str, grad: PerSampleGrad) -> bool:
         """Add one use of a parameter; True if it was copied into rows, so that it need not stay unchanged."""
         is_copied = False
         if self.plan.uses[name] > 1:
-            self._settle_terms(form)
+            self._settle_terms(grad)
             uses = self._uses.setdefault(name, [])
-            uses.append(form)
+            uses.append(grad)
             if len(uses) < self.plan.uses[name]:
                 return False
-            form = combined(self._uses.pop(name), name, self.plan.shared)
-        if self.keep and isinstance(form, (FactoredGrad, StackedGrad)):
-            form = form.compact()
-            is_copied = isinstance(form, DenseGrad)
-        if isinstance(form, DenseGrad):
-            if form.terms is not None:
-                form.settle_terms(self.graph.tracks_terms)
-            if self._bundles and len(form.parts) == 1 and form.parts[0].numel() <= SMALL:
-                self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
+            grad = combine(self._uses.pop(name), name, self.plan.shared)
+        if self.keep and isinstance(grad, (FactoredGrad, StackedGrad)):
+            grad = grad.compact()
+            is_copied = isinstance(grad, DenseGrad)
+        if isinstance(grad, DenseGrad):
+            if grad.terms is not None:
+                grad.settle_terms(self.graph.tracks_terms)
+            if self._packs and len(grad.parts) == 1 and grad.parts[0].numel() <= SMALL:
+                self._small[name] = DenseGrad(grad.parts[0].clone()) if self._copies and not is_copied else grad
                 return True
-        self._finish(name, form)
+        self._finish(name, grad)
         return is_copied
 
-    def _settle_terms(self, form: PerSampleGrad) -> None:
-        if isinstance(form, DenseGrad) and form.terms is not None:
-            form.settle_terms(self.graph.tracks_terms)
+    def _settle_terms(self, grad: PerSampleGrad) -> None:
+        if isinstance(grad, DenseGrad) and grad.terms is not None:
+            grad.settle_terms(self.graph.tracks_terms)
 
-    def _finish(self, name: str, form: PerSampleGrad) -> None:
+    def _finish(self, name: str, grad: PerSampleGrad) -> None:
         if self.keep:
-            self.forms[name] = form
-        elif isinstance(form, DenseGrad) and self._is_small(form):
-            self.rows[name] = form
-        self.results[name] = self.quantity(form, name)
+            self.grads[name] = grad
+        elif isinstance(grad, DenseGrad) and self._is_small(grad):
+            self.rows[name] = grad
+        self.results[name] = self.quantity(grad, name)
 
-    def _is_small(self, form: DenseGrad) -> bool:
+    def _is_small(self, grad: DenseGrad) -> bool:
         """True for rows of their own with few elements compared with the gradient that they were computed from."""
         elements = sum(gradient.numel() for gradient in self._gradients.values())
-        return form.samples * form.width <= FEW_ROWS * elements and form.is_apart_from(self._gradients.values())
+        return grad.samples * grad.width <= FEW_ROWS * elements and grad.is_apart_from(self._gradients.values())
 
-    def _check_linear(self, form: GenericGrad | Pullback, name: str) -> None:
+    def _check_linear(self, grad: GenericGrad | Pullback, name: str) -> None:
         """Note that the backward of a Python Function is not linear. ATen operations are derivatives, so they are."""
         if is_traced(self.graph.losses):
             return
         weights = torch.rand(self.graph.samples, generator=_generator, dtype=torch.float64)
         with torch.no_grad():
-            if not form.is_linear(self.graph, weights.mul(2).sub(1).to(self.graph.losses)):
+            if not grad.is_linear(self.graph, weights.mul(2).sub(1).to(self.graph.losses)):
                 self.not_linear = name
 
     def finish(self) -> None:
-        """Bundle small representations, and compute the quantity of each. To be called after the pass."""
+        """Pack small representations, and compute the quantity of each. To be called after the pass."""
         small = self._small
-        large = self.forms
-        self.forms = {}
-        for name, form in bundled({name: small[name] for name in self.graph.wanted if name in small}).items():
-            self._finish(name, form)
-        self.forms.update(large)  # small ones come first: every bucket of an all-reduce waits for some of them
+        large = self.grads
+        self.grads = {}
+        for name, grad in pack_rows({name: small[name] for name in self.graph.wanted if name in small}).items():
+            self._finish(name, grad)
+        self.grads.update(large)  # small ones come first: every bucket of an all-reduce waits for some of them
 
-    def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
-        entry = self.graph.edge(planned.branch.entry)
+    def _zeros(self, operand_plan: OperandPlan) -> PerSampleGrad:
+        entry = self.graph.edge(operand_plan.branch.entry)
         device = self.graph.losses.device
         return DenseGrad(torch.zeros(self.graph.samples, *entry.shape, dtype=entry.dtype, device=device))
 
-    def _pullback(self, planned: OperandPlan, form: PerSampleGrad) -> Pullback:
-        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in planned.branch.leaves]
-        entry = planned.branch.entry
+    def _pullback(self, operand_plan: OperandPlan, grad: PerSampleGrad) -> Pullback:
+        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in operand_plan.branch.leaves]
+        entry = operand_plan.branch.entry
         verdicts: Verdicts | None = None
         closed: Mapping[int, PerSampleGrad] = {}
-        if self._pulls_back_in_batches(planned, leaves):
+        if self._pulls_back_in_batches(operand_plan, leaves):
             verdicts = self._verdicts
-            self._settle_terms(form)
-            form, entry, closed = lowered(form, entry, planned.descent, self.graph, self._reader.take)
-        pullback = Pullback(form, self.graph.edge(entry), entry, leaves, self.differentiable, verdicts, closed)
-        if planned.branch.function is not None:
-            self._check_linear(pullback, planned.branch.function)
+            self._settle_terms(grad)
+            grad, entry, closed = lower(grad, entry, operand_plan.descent, self.graph, self._reader.take)
+        pullback = Pullback(grad, self.graph.edge(entry), entry, leaves, self.differentiable, verdicts, closed)
+        if operand_plan.branch.function is not None:
+            self._check_linear(pullback, operand_plan.branch.function)
         return pullback
 
-    def _pulls_back_in_batches(self, planned: OperandPlan, leaves: Iterable[Edge]) -> bool:
+    def _pulls_back_in_batches(self, operand_plan: OperandPlan, leaves: Iterable[Edge]) -> bool:
         """False if a hook or Python Function, which may store gradients, would get the tensors of torch.vmap."""
         if (
             self.graph.sharded
@@ -550,12 +559,12 @@ class GradBuilder:
             or any(leaf.node.variable._backward_hooks for leaf in leaves)
         ):
             return False
-        functions = self.graph.structure.functions if planned.branch.function is not None else ()
+        functions = self.graph.structure.functions if operand_plan.branch.function is not None else ()
         return all(supports_batches(self.graph.nodes[at]) for at in functions)
 
-    def _indices(self, planned: OperandPlan) -> Callable[[], Tensor]:
+    def _indices(self, operand_plan: OperandPlan) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            indices: Tensor = self._reader.take(self.graph.nodes[planned.branch.entry[0]])["indices"]
+            indices: Tensor = self._reader.take(self.graph.nodes[operand_plan.branch.entry[0]])["indices"]
             self.versions.record([indices])
             return indices
 

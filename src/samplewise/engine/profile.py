@@ -18,15 +18,16 @@ from torch import Tensor, nn
 
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves
+from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.engine.generic import supports_batches
 from samplewise.engine.grads.indexed import VIEWS
-from samplewise.engine.graph import Graph
-from samplewise.engine.norms import Norms
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.graph.graph import Graph
+from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.plan import GradBuilder, Plan, Planner
-from samplewise.engine.registered_hooks import leave_out_forward_hooks, may_have_hooks
+from samplewise.engine.quantities import Norms
+from samplewise.engine.reference import LoopStrategy
 from samplewise.engine.slow_paths import SlowPath, slow_paths_collected
-from samplewise.engine.strategies import BackwardStrategy, GradStrategy, LoopStrategy, QuantityEvaluator, RowsStrategy
+from samplewise.engine.strategies import BackwardStrategy, GradStrategy, QuantityEvaluator, RowsStrategy
 from samplewise.errors import NonFiniteGradientError
 
 ROUNDS = 5  # after one that is not counted
@@ -40,7 +41,7 @@ OWNERSHIP = "ownership"
 PASS = "backward pass to the cut"  # and the verification of what it depends on
 CUT = "backward pass to the cut alone"
 RULES = "rules and norms: "  # followed by the operation
-BUNDLES = "small parameters, in bundles"
+PACKED = "small parameters, packed"
 SUMS = "weighted sums"
 
 
@@ -148,7 +149,7 @@ class _Round(QuantityEvaluator):
             with clock.stage(SEARCH):
                 self.has_hooks = may_have_hooks(graph)
             with clock.stage(PASS), suppress(NonFiniteGradientError):  # NaN takes as long as other numbers
-                Norms(self, PendingChecks()).of_samples()
+                Norms(self, DeferredChecks()).of_samples()
             with clock.stage(SUMS):
                 self._sum(torch.full_like(graph.losses, 1 / graph.samples))
             if self.plan is not None and self.verified:
@@ -157,14 +158,14 @@ class _Round(QuantityEvaluator):
 
     def _sum(self, weights: Tensor) -> None:
         if self.strategy != "twice":
-            for _ in self.release(lambda form, _: form.sum(weights)):
+            for _ in self.release(lambda grad, _: grad.sum(weights)):
                 pass
             return
         rows = self.take_rows()  # the other sums come from an ordinary backward pass
         names = [name for name in self.graph.leaves.values() if name not in rows]
         backward_to_leaves(self.graph, names, weights, _drop)
-        for form in rows.values():
-            form.sum(weights)
+        for grad in rows.values():
+            grad.sum(weights)
 
     def _new(self, strategy: str) -> GradStrategy:
         source = super()._new(strategy)
@@ -235,7 +236,7 @@ def _timed_builder(clock: _Clock) -> type[GradBuilder]:
                 return super().add(at, gradients)
 
         def finish(self) -> None:
-            with clock.stage(RULES + BUNDLES if self._small else PASS):
+            with clock.stage(RULES + PACKED if self._small else PASS):
                 super().finish()
 
     return TimedBuilder
@@ -298,12 +299,14 @@ def _cause_of_rule(last: _Round, operation: str) -> str:
         return ""
     causes: dict[str, None] = {}
     for at in (at for at, name in plan.operations.items() if name == operation):
-        if any(str(plan.tags[at, slot]) != "regular" for slot in plan.stops.slots[at]):
+        if any(str(plan.owner_maps[at, slot]) != "regular" for slot in plan.stops.slots[at]):
             causes["rows of samples in an irregular order"] = None
-        for planned in plan.operands[at]:
-            if planned.rule is None and not planned.empty:
+        for operand_plan in plan.operands[at]:
+            if operand_plan.rule is None and not operand_plan.empty:
                 batches = supports_batches(last.graph.nodes[at])
                 causes["no rule" if batches else "no rule, one call of its backward per sample"] = None
-            if not all(route.changing is not None and set(route.changing) <= VIEWS for route in planned.branch.routes):
+            if not all(
+                route.changing is not None and set(route.changing) <= VIEWS for route in operand_plan.branch.routes
+            ):
                 causes["operations between it and its parameters"] = None
     return "; ".join(causes)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samplewise.engine.graph import Graph, Node
+from samplewise.engine.graph.graph import Graph, Node
 from samplewise.errors import TrainingWarning
 
 STEPS = 3  # with the same cause, before the warning: the first steps of a model are always slower

@@ -26,21 +26,21 @@ from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseco
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.text import plural
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
-from samplewise.engine.checks import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Edge, Graph, raise_graph_error
+from samplewise.engine.graph.graph import Edge, Graph, raise_graph_error
+from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
+from samplewise.engine.graph.saved import Versions
 from samplewise.engine.hook_checks import HookChecks, hook_checks
-from samplewise.engine.hooks import refuse_hooks_below_cut
-from samplewise.engine.linearity import NotLinearError, Tolerance, largest, nonlinear_operation
-from samplewise.engine.local_probe import FunctionChecks
+from samplewise.engine.hook_refusal import refuse_hooks_below_cut
+from samplewise.engine.ownership.linearity import NotLinearError, nonlinear_operation
+from samplewise.engine.ownership.local_probe import FunctionChecks
+from samplewise.engine.ownership.masked_passes import is_deterministic
+from samplewise.engine.ownership.verify import follows_weights
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
-from samplewise.engine.reference import jacobian_rows
-from samplewise.engine.registered_hooks import hook_places, may_have_hooks
-from samplewise.engine.saved import Versions
-from samplewise.engine.separation import is_deterministic
+from samplewise.engine.reference import LoopStrategy
 from samplewise.engine.slow_paths import warn_if_slow
-from samplewise.engine.verify import follows_weights
 from samplewise.errors import GraphError
 from samplewise.parallel.sharded_parameters import unsharded
 
@@ -115,7 +115,7 @@ class QuantityEvaluator:
             return
         with self.context():
             if not self._strategies and (self._planner.plan().has_functions or may_have_hooks(self.graph)):
-                self.evaluate(lambda form, _: None)
+                self.evaluate(lambda grad, _: None)
             if self._not_linear is not None:
                 raise self._not_linear
 
@@ -127,24 +127,24 @@ class QuantityEvaluator:
             return self._planner.find()
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
+        """Return quantity(grad, name) for each parameter in the graph, by name. Must be called inside `context`."""
         self._check_exposed()
         return self._of_strategy(self.strategy, lambda source: source.evaluate(quantity))
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        """Pairs (name, quantity(form, name)) in the order of the backward pass; kept gradients are dropped one by one.
+        """Pairs (name, quantity(grad, name)) in the order of the backward pass; kept gradients are dropped one by one.
         Must be used up inside `context`.
         """
         self._check_exposed()
         self._exposed.clear()
         return self._of_strategy(self.strategy, lambda source: source.release(quantity))
 
-    def forms(self) -> dict[str, PerSampleGrad]:
+    def grads(self) -> dict[str, PerSampleGrad]:
         """All representations at once, by name. Rows and pairs of samples need them kept."""
         strategy = "fused" if self.strategy == "twice" else self.strategy
         with self.context():
             self._check_exposed()
-            return self._of_strategy(strategy, lambda source: source.evaluate(lambda form, _: form))
+            return self._of_strategy(strategy, lambda source: source.evaluate(lambda grad, _: grad))
 
     def take_rows(self) -> dict[str, DenseGrad]:
         """Rows of some parameters that the last pass of strategy "twice" has kept, by name. They are released."""
@@ -159,13 +159,13 @@ class QuantityEvaluator:
         """All representations by name, from a backward pass of their own: factors wherever an operation has them."""
         with self.context():
             self._check_exposed()
-            return self._of_strategy("factors", lambda source: source.evaluate(lambda form, _: form))
+            return self._of_strategy("factors", lambda source: source.evaluate(lambda grad, _: grad))
 
-    def expose(self, name: str, form: PerSampleGrad) -> None:
+    def expose(self, name: str, grad: PerSampleGrad) -> None:
         """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
         if name not in self._exposed:
             self._exposed[name] = Versions()
-            self._exposed[name].record(form.kept)
+            self._exposed[name].record(grad.row_tensors)
 
     def _check_exposed(self) -> None:
         for versions in self._exposed.values():
@@ -249,10 +249,10 @@ class GradStrategy(Protocol):
     """Interface of a strategy."""
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        """Return quantity(form, name) for each parameter in the graph, by name."""
+        """Return quantity(grad, name) for each parameter in the graph, by name."""
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        """Pairs (name, quantity(form, name)); kept gradients are dropped one by one."""
+        """Pairs (name, quantity(grad, name)); kept gradients are dropped one by one."""
 
     def explain(self) -> list[ExplainRow]: ...
 
@@ -266,44 +266,44 @@ class BackwardStrategy:
         self.create_graph = create_graph
         self.keep = keep
         self.factors = factors
-        self.forms: dict[str, PerSampleGrad] = {}
+        self.grads: dict[str, PerSampleGrad] = {}
         self.rows: dict[str, DenseGrad] = {}  # small ones of the last pass, if gradients are not kept
         self.versions = Versions()
         self.ordinary: Callable[[], object] | None = None  # ordinary backward pass that replaces the next one here
         self.make_builder: type[GradBuilder] = GradBuilder  # `profile` has one that measures its time
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        if not self.forms:
+        if not self.grads:
             return self._first(quantity, self.keep)
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
-        return {name: compute(form, name) for name, form in self.forms.items()}
+        return {name: compute(grad, name) for name, grad in self.grads.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        if not self.forms:
+        if not self.grads:
             return iter(self._first(quantity, keep=False).items())
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
-        return ((name, compute(self.forms.pop(name), name)) for name in list(self.forms))
+        return ((name, compute(self.grads.pop(name), name)) for name in list(self.grads))
 
-    def _of_kept(self, quantity: Quantity, form: PerSampleGrad, name: str) -> Any:
+    def _of_kept(self, quantity: Quantity, grad: PerSampleGrad, name: str) -> Any:
         """The quantity of a parameter of a sharded model."""
         with unsharded([self.planner.graph.wanted[name]]):
-            return quantity(form, name)
+            return quantity(grad, name)
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
         keep_freed_memory()
-        built = self._pass(quantity, keep)
-        if built is None:
+        builder = self._pass(quantity, keep)
+        if builder is None:
             self.plan = self.planner.plan_by_probe()
-            built = self._pass(quantity, keep)
-            assert built is not None
-        if built.not_linear is not None:  # raised after the pass, which may be one of the caller
-            raise NotLinearError(built.not_linear)
+            builder = self._pass(quantity, keep)
+            assert builder is not None  # a probed plan has no proof that a pass could refute
+        if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
+            raise NotLinearError(builder.not_linear)
         if may_have_hooks(self.planner.graph):
             refuse_hooks_below_cut(self.plan, self.planner.graph)
-        built.finish()
+        builder.finish()
         if not self.plan.proven:
             warn_if_slow(
                 self.planner.graph,
@@ -311,10 +311,10 @@ class BackwardStrategy:
                 "about ten backward passes in each step",
                 "Write the operation so that each sample has rows of its own, or pass samples that do not interact.",
             )
-        self.versions = built.versions
-        self.forms = built.forms
-        self.rows = built.rows
-        return built.results
+        self.versions = builder.versions
+        self.grads = builder.grads
+        self.rows = builder.rows
+        return builder.results
 
     def _pass(self, quantity: Quantity, keep: bool, watches: bool = True) -> GradBuilder | None:
         """Run one backward pass; None if it has shown that a proof of ownership does not hold.
@@ -340,7 +340,7 @@ class BackwardStrategy:
         probed = dict(plan.gradients)
         plan.gradients.clear()
         unusable = not probed or self.create_graph or graph.sharded or in_place or may_have_hooks(graph)
-        if not unusable and len(probed) == len(plan.tags):
+        if not unusable and len(probed) == len(plan.owner_maps):
             for at, slots in plan.stops.slots.items():
                 builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
             return builder
@@ -350,17 +350,17 @@ class BackwardStrategy:
         functions = FunctionChecks(graph, () if weighs else plan.functions)
         sums: dict[Edge, Tensor] = {}  # of the absolute values of each sample in this pass
 
-        def arrived(at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
+        def record_and_add(at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
             nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
             if weighs:
                 for slot, g in gradients.items():
-                    sums[graph.edge((at, slot))] = plan.tags[at, slot].sizes(g.detach())
+                    sums[graph.edge((at, slot))] = plan.owner_maps[at, slot].sizes(g.detach())
             hooks.reach(at, gradients)
             return builder.add(at, gradients)
 
-        receive = arrived if pending or weighs or hooks.slots else builder.add
+        receive = record_and_add if pending or weighs or hooks.slots else builder.add
         self.ordinary = None
-        with functions.watching(), hooks.watching(plan.stops):
+        with functions.watch(), hooks.watch(plan.stops):
             if run is None:
                 backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks)
             elif not watch_backward(graph, plan.stops, receive, run):
@@ -370,9 +370,9 @@ class BackwardStrategy:
         if not hooks.hold(plan.owners, again=not self.keep):
             return self._pass(quantity, keep, watches=False)
         if weighs:
-            tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
+            owner_maps = {graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
             plain = sums if run is None else None  # the losses of an ordinary pass may be scaled
-            if not follows_weights(graph, plan.stops, tags, plan.derivation, plain):
+            if not follows_weights(graph, plan.stops, owner_maps, plan.derivation, plain):
                 if not plan.proven:
                     raise NotLinearError(nonlinear_operation(graph) or "an operation")
                 return None
@@ -386,7 +386,7 @@ class BackwardStrategy:
         return None if verifiable and not self.planner.verify_again() else builder
 
     def explain(self) -> list[ExplainRow]:
-        return list(self.evaluate(lambda form, name: self.plan.explain(name, form)).values())
+        return list(self.evaluate(lambda grad, name: self.plan.explain(name, grad)).values())
 
 
 def _is_not_zero(gradient: Tensor) -> Tensor:
@@ -403,12 +403,12 @@ class RowsStrategy:
 
     def __init__(self, source: BackwardStrategy):
         self.source = source
-        self.forms: dict[str, PerSampleGrad] = {}
+        self.grads: dict[str, PerSampleGrad] = {}
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        if not self.forms:
-            self.forms = dict(self.source.release(lambda form, _: DenseGrad(form.rows(0, form.samples))))
-        return {name: quantity(form, name) for name, form in self.forms.items()}
+        if not self.grads:
+            self.grads = dict(self.source.release(lambda grad, _: DenseGrad(grad.rows(0, grad.samples))))
+        return {name: quantity(grad, name) for name, grad in self.grads.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         yield from self.evaluate(quantity).items()
@@ -426,11 +426,11 @@ class SingleSampleStrategy:
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         results: dict[str, Any] = {}
 
-        def arrived(name: str, gradient: Tensor) -> None:
+        def receive(name: str, gradient: Tensor) -> None:
             results[name] = quantity(DenseGrad(gradient[None]), name)
 
         graph = self.graph
-        backward_to_leaves(graph, graph.leaves.values(), torch.ones_like(graph.losses), arrived)
+        backward_to_leaves(graph, graph.leaves.values(), torch.ones_like(graph.losses), receive)
         return results
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
@@ -440,36 +440,4 @@ class SingleSampleStrategy:
         return [
             ExplainRow(name, tuple(self.graph.wanted[name].shape), "", "one backward pass", "dense")
             for name in self.graph.leaves.values()
-        ]
-
-
-class LoopStrategy:
-    """Strategy "reference": rows from one backward pass per sample."""
-
-    def __init__(self, graph: Graph, create_graph: bool):
-        self.graph = graph
-        reached = {name: graph.wanted[name] for name in graph.leaves.values()}
-        self.rows = jacobian_rows(graph.losses, reached, create_graph)
-
-    def adds_up(self) -> bool:
-        """True if the rows add up to the gradient of the summed losses."""
-        sums: dict[str, Tensor] = {}
-        backward_to_leaves(self.graph, self.rows, torch.ones_like(self.graph.losses), sums.__setitem__)
-        limit = Tolerance(self.graph).of(largest(rows.detach() for rows in self.rows.values()))
-        return all(
-            bool(((rows.detach().sum(0) - sums[name]).abs() <= limit).all())
-            for name, rows in self.rows.items()
-            if name in sums
-        )
-
-    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        return {name: quantity(DenseGrad(rows), name) for name, rows in self.rows.items()}
-
-    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        yield from self.evaluate(quantity).items()
-
-    def explain(self) -> list[ExplainRow]:
-        return [
-            ExplainRow(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense")
-            for name, rows in self.rows.items()
         ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samplewise.core.batches import leaves
 from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
-from samplewise.engine.checks import wide_dtype
+from samplewise.engine.arguments import wide_dtype
 from samplewise.errors import BatchError, LossesError
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01}  # relative, of the sum of the losses; others: 1e-3

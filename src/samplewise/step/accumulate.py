@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import checksum
-from samplewise.engine.checks import all_finite
+from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.engine.gradients import Gradients, require_linear
-from samplewise.engine.pending_checks import collecting
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.nonfinite import problem_of_losses
@@ -331,7 +330,7 @@ def _without(coefficients: PerSample | None, samples: Sequence[int], g: Gradient
 def check_finite(losses: Tensor, positions: int | Tensor) -> None:
     """Raise NonFiniteLossError if a loss is not finite. `positions`: of the samples in the window, or of the first."""
     losses = losses.detach()
-    checks = collecting()
+    checks = current_checks()
     if checks is not None:
         checks.add(refuse_nonfinite, losses, positions)
     elif not all_finite(losses):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import Buffers
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import ParameterError, SamplewiseError
 from samplewise.parallel.group import current_group
 from samplewise.step.amp import MixedPrecision
@@ -233,7 +233,7 @@ class UpdateApplier:
         strategy = self.ranks.strategy
         return GradNorms(self.trained.gradients(), others, strategy.sharded, strategy.copies)
 
-    def _other_values(self, parts: Sequence[SampleStats], checks: PendingChecks) -> list[Tensor]:
+    def _other_values(self, parts: Sequence[SampleStats], checks: DeferredChecks) -> list[Tensor]:
         """Values besides the gradients that must be finite: losses, those of `checks`, and values that are infinite if
         the denominator is not positive and finite, or a count is negative.
         """
@@ -252,7 +252,9 @@ class UpdateApplier:
             others += [torch.where(count < 0, math.inf, count) for count in least]
         return others
 
-    def _problem(self, norms: GradNorms, parts: Sequence[SampleStats], checks: PendingChecks) -> SamplewiseError | None:
+    def _problem(
+        self, norms: GradNorms, parts: Sequence[SampleStats], checks: DeferredChecks
+    ) -> SamplewiseError | None:
         """Error that describes the first non-finite value; None if all values are finite."""
         if norms.finite():
             return None

@@ -18,8 +18,9 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.text import plural
-from samplewise.engine.backward import accumulate_sum, notifying
-from samplewise.engine.checks import check_attached
+from samplewise.engine.arguments import check_attached
+from samplewise.engine.backward import accumulate_sum, notify_ready
+from samplewise.engine.deferred_checks import current_checks
 from samplewise.engine.gradients import (
     Gradients,
     accumulate,
@@ -30,8 +31,7 @@ from samplewise.engine.gradients import (
     track_terms,
     with_larger_terms,
 )
-from samplewise.engine.pending_checks import collecting
-from samplewise.engine.registered_hooks import note_hooks
+from samplewise.engine.graph.hook_registry import note_hooks
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
@@ -141,7 +141,7 @@ class LossEvaluator:
         """Raise LossesError if a second call of the loss function, after `saved_state` was restored, has given other
         losses than the first call.
         """
-        checks = collecting()
+        checks = current_checks()
         if checks is None:
             self._compare_losses(losses.detach(), before)
         else:
@@ -216,7 +216,7 @@ class LossEvaluator:
         """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
         scale = self.precision.scale
         scaled = torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
-        with self.strategy.summing(), notifying(self.trained.named.values(), self.ready):
+        with self.strategy.summing(), notify_ready(self.trained.named.values(), self.ready):
             accumulate_sum(losses, scaled)
 
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:

@@ -7,7 +7,7 @@ from math import inf
 
 from torch import Tensor
 
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, SamplewiseError
 from samplewise.transforms.stats import SampleStats, cat, denominator
 
@@ -65,7 +65,7 @@ def problem_of(parts: Sequence[SampleStats], gradients: Mapping[str, Tensor]) ->
     return None
 
 
-def problem_of_checks(checks: PendingChecks) -> SamplewiseError | None:
+def problem_of_checks(checks: DeferredChecks) -> SamplewiseError | None:
     """Error of the first check that fails; None if all values are finite."""
     try:
         checks.raise_first()

@@ -33,9 +33,9 @@ from samplewise.core.losses import (
 )
 from samplewise.core.memory import is_out_of_memory
 from samplewise.core.snapshot import eval_mode
-from samplewise.engine.graph import edge_of, is_accumulate_grad
+from samplewise.engine.graph.graph import edge_of, is_accumulate_grad
+from samplewise.engine.graph.structure import children_below
 from samplewise.engine.reference import gradient_of
-from samplewise.engine.structure import children_below
 from samplewise.errors import LossesError, NonFiniteGradientError, PrivacyError, SamplesInteractError
 from samplewise.step.amp import AUTOCAST_DTYPES
 from samplewise.step.checks import check_untracked, warn

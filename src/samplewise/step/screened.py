@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from samplewise.core.batches import cut, length, take
-from samplewise.engine.checks import all_finite
+from samplewise.engine.deferred_checks import all_finite
 from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.step.accumulate import Accumulator, LargeTerms, PerSampleAccumulator

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.host_copy import HostCopy
-from samplewise.engine.pending_checks import PendingChecks, all_finite_flag, largest_values
+from samplewise.engine.deferred_checks import DeferredChecks, all_finite_flag, largest_values
 from samplewise.errors import SamplewiseError
 from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients
 from samplewise.transforms.stats import SampleStats
@@ -40,7 +40,7 @@ class SkipFlag:
         gradients: dict[str, Tensor],
         others: Sequence[Tensor],
         parts: Sequence[SampleStats],
-        checks: PendingChecks,
+        checks: DeferredChecks,
         may_skip: Callable[[Exception], bool],
     ):
         self._names = [name for name, gradient in gradients.items() if gradient.numel()]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import cut, length
-from samplewise.engine.pending_checks import PendingChecks
+from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
 from samplewise.step.batch_layouts import BatchLayouts
@@ -147,7 +147,7 @@ class Window:
     summing: bool = False  # whether the ranks have begun to sum `.grad`, during the last pass of this rank
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
-    checks: PendingChecks = field(default_factory=PendingChecks)  # values on the device that are not checked yet
+    checks: DeferredChecks = field(default_factory=DeferredChecks)  # values on the device that are not checked yet
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
     totals: WindowTotals | None = None  # sums over all ranks, already checked for non-finite values
     seconds: float = 0.0  # of filling the window, with the forward passes

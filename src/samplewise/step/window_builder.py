@@ -13,7 +13,7 @@ from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.modes import check_modes
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
-from samplewise.engine.pending_checks import collected_in
+from samplewise.engine.deferred_checks import collect_in
 from samplewise.errors import (
     BatchError,
     LoaderStopped,
@@ -331,7 +331,7 @@ class WindowBuilder:
                 plain = isinstance(self._accumulator, PlainAccumulator)
                 if plain or self.config.privacy is not None or self._trained.device.type == "cpu":
                     return self._add_gradients(microbatches, whole)
-                with collected_in(window.checks):
+                with collect_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
                 if self._unchecked_transforms or self.ranks.distributed:
                     window.checks.settle()  # first checks and collectives need to know whether the window fails

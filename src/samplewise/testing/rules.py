@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from samplewise.engine.checks import named_parameters
+from samplewise.engine.arguments import wanted_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.grads.base import total
 from samplewise.engine.reference import jacobian_rows
@@ -49,7 +49,7 @@ def _record_results(key: tuple[str, int]) -> Iterator[list[object]]:
     rule = RULES[key]
 
     def recording_rule(use: Use) -> object:
-        results.append(rule.form(use))
+        results.append(rule.grad(use))
         return results[-1]
 
     with mock.patch.dict(RULES, {key: Rule(recording_rule, rule.reads)}):  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def _record_results(key: tuple[str, int]) -> Iterator[list[object]]:
 
 
 def _compare(model: nn.Module, losses: Losses, tolerance: float) -> None:
-    named = named_parameters(model)
+    named = wanted_parameters(model).named
     rows = jacobian_rows(losses(model), named)
     flat = torch.cat([row.flatten(1) if row.dim() > 1 else row[:, None] for row in rows.values()], 1)
     weights = torch.linspace(-0.5, 1.5, len(flat), dtype=flat.dtype)
@@ -80,7 +80,7 @@ def _compare(model: nn.Module, losses: Losses, tolerance: float) -> None:
 
 
 def _compare_second_order(model: nn.Module, losses: Losses, tolerance: float) -> None:
-    named = named_parameters(model)
+    named = wanted_parameters(model).named
     rows = jacobian_rows(losses(model), named, create_graph=True)
     expected = _penalty_gradients(total(row.square().sum() for row in rows.values()), named)
     result = _penalty_gradients(gradients(losses(model), model, create_graph=True).norms().square().sum(), named)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import all_finite
-from samplewise.engine.pending_checks import collecting
+from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.errors import TransformError
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats
@@ -73,7 +72,7 @@ class SampleTransform:
         values = values.detach()
         if not values.is_floating_point():
             values = values.to(torch.get_default_dtype())
-        checks = collecting()
+        checks = current_checks()
         if checks is None:
             self._check_finite(values)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplewise.core.batches import pick
 from samplewise.core.host_copy import copy_to_device
-from samplewise.engine.pending_checks import collecting, read_at_once
+from samplewise.engine.deferred_checks import current_checks, read_at_once
 from samplewise.errors import TransformError
 from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import NEEDS, SampleTransform, function_name
@@ -115,7 +115,7 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
     def looked_up(stats: SampleStats) -> PerSample:
         try:
             indices = copy_to_device(torch.as_tensor(pick(stats.batch, index)), values.device)
-            checks = collecting()
+            checks = current_checks()
             if checks is not None and not read_at_once(indices):
                 outside = (indices < 0) | (indices >= len(values))
                 checks.add(refuse_outside, torch.where(outside, torch.nan, 0.0), indices)

@@ -1,7 +1,7 @@
 """Interface of the representations of one parameter's per-sample gradients.
 
     DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors (`dense`)
-    BundledGrad    rows of a small parameter, in one matrix with those of other parameters (`bundled`)
+    PackedGrad     rows of a small parameter, in one matrix with those of other parameters (`packed`)
     FactoredGrad   factors of outer products (`factored`)
     IndexedGrad    rows of an operand that was viewed before use (`indexed`)
     SummedGrad     sum of several representations, for a parameter with several uses
@@ -52,7 +52,7 @@ class PerSampleGrad(ABC):
         """Gradients of samples start to stop - 1, (stop - start, *shape)."""
 
     @property
-    def kept(self) -> tuple[Tensor, ...]:
+    def row_tensors(self) -> tuple[Tensor, ...]:
         """Tensors that results of `rows` may be views of. They must not change."""
         return ()
 
@@ -75,9 +75,9 @@ class PerSampleGrad(ABC):
         """
         return by_rows.all_scaled_norms(self)
 
-    def faint_norms(self, samples: Tensor) -> Tensor:
+    def underflowed_norms(self, samples: Tensor) -> Tensor:
         """Norms of the given samples, (len(samples),) in float64, for gradients whose squares underflow."""
-        return by_rows.faint_norms(self, samples)
+        return by_rows.underflowed_norms(self, samples)
 
     @abstractmethod
     def dot(self, direction: Tensor) -> Tensor:
@@ -135,32 +135,32 @@ def total(tensors: Iterable[Tensor]) -> Tensor:
     return reduce(add, tensors)
 
 
-def term_norms(form: PerSampleGrad) -> Tensor:
+def term_norms(grad: PerSampleGrad) -> Tensor:
     """As `PerSampleGrad.term_norms`; the norms of rows if rows are added."""
-    norms = form.term_norms()
-    return form.norms() if norms is None else norms
+    norms = grad.term_norms()
+    return grad.norms() if norms is None else norms
 
 
 class SummedGrad(RowwiseGrad):
     """Sum of the representations of several uses of one parameter that cannot be merged into one."""
 
-    def __init__(self, forms: Sequence[PerSampleGrad]):
-        self.samples = forms[0].samples
-        self.shape = forms[0].shape
-        self.row_size = max(form.row_size for form in forms)
-        self.forms = forms
+    def __init__(self, grads: Sequence[PerSampleGrad]):
+        self.samples = grads[0].samples
+        self.shape = grads[0].shape
+        self.row_size = max(grad.row_size for grad in grads)
+        self.grads = grads
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return total(form.rows(start, stop) for form in self.forms)
+        return total(grad.rows(start, stop) for grad in self.grads)
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        return total(form.sum(weights) for form in self.forms)
+        return total(grad.sum(weights) for grad in self.grads)
 
     def term_norms(self) -> Tensor:
-        return total(term_norms(form) for form in self.forms)
+        return total(term_norms(grad) for grad in self.grads)
 
     def summed_apart(self, weights: Tensor | None) -> Tensor:
-        return total(form.summed_apart(weights) for form in self.forms)
+        return total(grad.summed_apart(weights) for grad in self.grads)
 
     def describe(self) -> str:
-        return " + ".join(form.describe() for form in self.forms)
+        return " + ".join(grad.describe() for grad in self.grads)

@@ -40,33 +40,33 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-def chunks(form: HasRows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (slice of samples, rows) in chunks of `size` samples; default `form.step`."""
-    step = size or form.step
-    for start in range(0, form.samples, step):
-        part = slice(start, min(start + step, form.samples))
-        yield part, form.rows(part.start, part.stop)
+def chunks(grad: HasRows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (slice of samples, rows) in chunks of `size` samples; default `grad.step`."""
+    step = size or grad.step
+    for start in range(0, grad.samples, step):
+        part = slice(start, min(start + step, grad.samples))
+        yield part, grad.rows(part.start, part.stop)
 
 
-def squared_norms(form: HasRows) -> Tensor:
-    return torch.cat([flat_squared_norms(_flat(rows)) for _, rows in chunks(form)])
+def squared_norms(grad: HasRows) -> Tensor:
+    return torch.cat([flat_squared_norms(_flat(rows)) for _, rows in chunks(grad)])
 
 
-def faint_norms(form: HasRows, samples: Tensor) -> Tensor:
+def underflowed_norms(grad: HasRows, samples: Tensor) -> Tensor:
     """Norms (len(samples),) in float64 of the given samples, whose numbers must ascend."""
     # The chunks are the same for all parameters, because some parameters share cached rows.
     norms = []
-    for start in range(0, form.samples, form.step):
-        here = samples[(samples >= start) & (samples < start + form.step)]
+    for start in range(0, grad.samples, grad.step):
+        here = samples[(samples >= start) & (samples < start + grad.step)]
         if len(here):
             first, last = int(here[0]), int(here[-1])
-            norms.append(scaled_norms(_wide(_flat(form.rows(first, last + 1))))[here - first])
+            norms.append(scaled_norms(_wide(_flat(grad.rows(first, last + 1))))[here - first])
     return torch.cat(norms)
 
 
-def all_scaled_norms(form: HasRows) -> Tensor:
+def all_scaled_norms(grad: HasRows) -> Tensor:
     """Norms (b,) of all samples, in the dtype of the rows."""
-    return torch.cat([scaled_norms(_flat(rows)) for _, rows in chunks(form)])
+    return torch.cat([scaled_norms(_flat(rows)) for _, rows in chunks(grad)])
 
 
 def scaled_norms(flat: Tensor) -> Tensor:
@@ -92,59 +92,59 @@ def root(squared: Tensor) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
-def dot(form: HasRows, direction: Tensor) -> Tensor:
+def dot(grad: HasRows, direction: Tensor) -> Tensor:
     flat = direction.reshape(-1)
-    return torch.cat([_real_inner(_flat(rows), flat) for _, rows in chunks(form)])
+    return torch.cat([_real_inner(_flat(rows), flat) for _, rows in chunks(grad)])
 
 
-def paired_dot(form: HasRows, other: HasRows) -> Tensor:
+def paired_dot(grad: HasRows, other: HasRows) -> Tensor:
     parts = []
-    step = min(form.step, other.step)
-    for part, rows in chunks(form, step):
+    step = min(grad.step, other.step)
+    for part, rows in chunks(grad, step):
         mine, theirs = _flat(rows), _flat(other.rows(part.start, part.stop))
         wide = torch.promote_types(mine.dtype, theirs.dtype)
         parts.append(_paired_inner(mine.to(wide), theirs.to(wide)))
     return torch.cat(parts)
 
 
-def gram(form: HasRows, other: HasRows) -> Tensor:
-    step = max(1, GRAM_CHUNK // max(form.row_size, 1))
-    return torch.cat([_against(_flat(rows), other, step) for _, rows in chunks(form, step)])
+def gram(grad: HasRows, other: HasRows) -> Tensor:
+    step = max(1, GRAM_CHUNK // max(grad.row_size, 1))
+    return torch.cat([_against(_flat(rows), other, step) for _, rows in chunks(grad, step)])
 
 
 def _against(rows: Tensor, other: HasRows, step: int) -> Tensor:
     return torch.cat([_real_inner(rows, _flat(more).T) for _, more in chunks(other, step)], dim=1)
 
 
-def sum(form: HasRows, weights: Tensor | None) -> Tensor:
+def sum(grad: HasRows, weights: Tensor | None) -> Tensor:
     total: Tensor | None = None
-    for part, rows in chunks(form):
+    for part, rows in chunks(grad):
         here = rows.new_ones(len(rows)) if weights is None else weights[part].to(rows.dtype)
         flat = _flat(rows).T
         total = flat @ here if total is None else total.addmv_(flat, here)
     assert total is not None
-    return total.view(form.shape)
+    return total.view(grad.shape)
 
 
-def sum_of_squares(form: HasRows, center: Tensor | None) -> Tensor:
+def sum_of_squares(grad: HasRows, center: Tensor | None) -> Tensor:
     total: Tensor | int = 0
-    for _, rows in chunks(form):
+    for _, rows in chunks(grad):
         off = rows if center is None else rows - center
         total = total + (off.abs() if off.is_complex() else off).square().sum(0)
     assert isinstance(total, Tensor)
     return total
 
 
-def project(form: HasRows, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
+def project(grad: HasRows, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
     """As `PerSampleGrad.project`; rows are multiplied by `scale`, of the parameter's shape, if it is not None."""
     return torch.cat(
-        [_projected(form, rows if scale is None else rows * scale, left, right) for _, rows in chunks(form)]
+        [_projected(grad, rows if scale is None else rows * scale, left, right) for _, rows in chunks(grad)]
     )
 
 
-def _projected(form: HasRows, rows: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _projected(grad: HasRows, rows: Tensor, left: Tensor, right: Tensor) -> Tensor:
     left, right = left.to(rows.dtype), right.to(rows.dtype)
-    o, i = as_matrix(form.shape)
+    o, i = as_matrix(grad.shape)
     if i == 1:
         return _flat(rows) @ (left * right)
     return torch.einsum("boi,ok,ik->bk", rows.reshape(len(rows), o, i), left, right)

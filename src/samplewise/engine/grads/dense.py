@@ -45,7 +45,7 @@ class DenseGrad(RowwiseGrad):
         return not any(isinstance(t, Tensor) and stored_values(t).untyped_storage()._cdata in own for t in tensors)
 
     @property
-    def kept(self) -> tuple[Tensor, ...]:
+    def row_tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.parts)
 
     def rows(self, start: int, stop: int) -> Tensor:

@@ -21,7 +21,7 @@ from samplewise.engine.grads.factored import FactoredGrad, Term
 MOST_NODES = 24
 
 
-def exponential(form: PerSampleGrad, A: Tensor) -> ExponentialGrad | None:
+def exponential(grad: PerSampleGrad, A: Tensor) -> ExponentialGrad | None:
     """Gradients of A from those of matrix_exp(A); None if the quadrature would need too many nodes."""
     norm = min(torch.linalg.norm(A), (torch.linalg.norm(A, 1) * torch.linalg.norm(A, math.inf)).sqrt()).item()
     number = _nodes_needed(norm, torch.finfo(A.dtype).eps) if math.isfinite(norm) else None
@@ -29,7 +29,7 @@ def exponential(form: PerSampleGrad, A: Tensor) -> ExponentialGrad | None:
         return None
     nodes, weights = _gauss_legendre(number)
     powers = torch.linalg.matrix_exp(nodes.to(A)[:, None, None] * A)
-    return ExponentialGrad(form, powers, weights.to(A))
+    return ExponentialGrad(grad, powers, weights.to(A))
 
 
 def _nodes_needed(norm: float, precision: float) -> int | None:

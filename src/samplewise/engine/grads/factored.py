@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
 from samplewise.engine.grads.by_rows import as_matrix, flat_squared_norms, frobenius_norms, root
@@ -94,14 +94,14 @@ def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
     return bmm(a, b.transpose(1, 2))
 
 
-def _weighted(factor: Tensor, weights: Tensor | None) -> Tensor:
+def _apply_weights(factor: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return factor
-    own = weights if weights.dtype is factor.dtype else weights.to(factor.dtype)
-    return factor * own.view(-1, 1, 1)
+    column = weights if weights.dtype is factor.dtype else weights.to(factor.dtype)
+    return factor * column.view(-1, 1, 1)
 
 
-def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
+def _sum_term(term: Term, weights: Tensor | None) -> Tensor:
     """Sum over b and t of weights[b] left[b, t] right[b, t], (o, i)."""
     left, right = term
     if isinstance(left, OneHot):
@@ -109,25 +109,25 @@ def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
     if isinstance(right, OneHot):
         return _scatter_sum(right, left, weights).T
     if left.shape[-1] < right.shape[-1]:
-        left = _weighted(left, weights)
+        left = _apply_weights(left, weights)
     else:
-        right = _weighted(right, weights)
+        right = _apply_weights(right, weights)
     return mm(left.flatten(0, 1).t(), right.flatten(0, 1))
 
 
-def _added_term(summed: Tensor, term: Term, weights: Tensor | None) -> Tensor:
+def _add_term(result: Tensor, term: Term, weights: Tensor | None) -> Tensor:
     """Sum (o, i) of other terms plus that of one more, which is added in place if it is that of an embedding: such
     tables are large.
     """
     left, right = term
-    if isinstance(left, OneHot) and isinstance(right, Tensor) and right.dtype == summed.dtype:
-        return _scatter_sum(left, right, weights, summed)
-    return summed + _summed_term(term, weights)
+    if isinstance(left, OneHot) and isinstance(right, Tensor) and right.dtype == result.dtype:
+        return _scatter_sum(left, right, weights, result)
+    return result + _sum_term(term, weights)
 
 
 def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None, into: Tensor | None = None) -> Tensor:
     assert isinstance(values, Tensor)
-    flat = _weighted(values, weights).flatten(0, 1)
+    flat = _apply_weights(values, weights).flatten(0, 1)
     table = flat.new_zeros(hot.size, flat.shape[1]) if into is None else into
     return table.index_add_(0, hot.positions.flatten(), flat)
 
@@ -154,7 +154,7 @@ def _one_token(term: Term) -> bool:
     return term.tokens == 1 and isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
 
 
-def _looked_up(term: Term) -> bool:
+def _is_lookup(term: Term) -> bool:
     return isinstance(term.left, OneHot)
 
 
@@ -167,7 +167,7 @@ class FactoredGrad(PerSampleGrad):
         left = terms[0].left
         self.samples = (left.positions if isinstance(left, OneHot) else left).shape[0]
         self.shape = shape
-        self.terms = list(terms) if len(terms) == 1 else _joined(terms)
+        self.terms = list(terms) if len(terms) == 1 else _join_terms(terms)
 
     @property
     def tokens(self) -> int:
@@ -178,7 +178,7 @@ class FactoredGrad(PerSampleGrad):
         """Shape (o, i) of the parameter as a matrix."""
         return _size(self.terms[0].left), _size(self.terms[0].right)
 
-    def transposed(self) -> FactoredGrad:
+    def transpose(self) -> FactoredGrad:
         shape = self.shape if len(self.shape) == 2 else self.matrix
         return FactoredGrad([Term(t.right, t.left) for t in self.terms], shape[::-1])
 
@@ -189,16 +189,16 @@ class FactoredGrad(PerSampleGrad):
         """Rows if they need no more memory than the factors, or little; then rows are faster than pairs of tokens."""
         width = prod(self.shape)
         few = self.samples * width <= FEW_ELEMENTS
-        if width > (ROWS_PAY if few else 1) * self._stored():
+        if width > (ROWS_PAY if few else 1) * self._stored_elements():
             return self
         step = max(1, LARGEST_PART // max(width, 1))
         parts = [self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)]
         return DenseGrad(*parts, terms=self.term_norms)
 
     def _has_small_rows(self) -> bool:
-        return prod(self.shape) <= self._stored()
+        return prod(self.shape) <= self._stored_elements()
 
-    def _stored(self) -> int:
+    def _stored_elements(self) -> int:
         """Number of elements of the factors of one sample."""
         stored = 0
         for left, right in self.terms:
@@ -209,7 +209,7 @@ class FactoredGrad(PerSampleGrad):
 
     def rows(self, start: int, stop: int) -> Tensor:
         whole = self if stop - start == self.samples else self.some(slice(start, stop))
-        first, *others = sorted(whole.terms, key=_looked_up)
+        first, *others = sorted(whole.terms, key=_is_lookup)
         rows = _term_rows(first)
         for term in others:  # rows are large: those of an embedding tied to the head are added in place
             if isinstance(term.left, OneHot) and isinstance(term.right, Tensor) and rows.is_contiguous():
@@ -223,7 +223,7 @@ class FactoredGrad(PerSampleGrad):
         left, right = self.terms[0]
         if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
             return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
-        if prod(self.shape) <= ROWS_PAY_FOR_NORMS * self._stored():
+        if prod(self.shape) <= ROWS_PAY_FOR_NORMS * self._stored_elements():
             return by_rows.squared_norms(self)
         return self._squared_norms_by_pairs(exactly)
 
@@ -240,7 +240,7 @@ class FactoredGrad(PerSampleGrad):
             _add_pairs_within(pairs, p)
             for q in self.terms[n + 1 :]:
                 pairs.add(_inner(p.left, q.left, p.dtype), _inner(p.right, q.right, p.dtype), 2)
-        return pairs.checked((lambda samples: by_rows.squared_norms(self.some(samples))) if exactly else None)
+        return pairs.settle((lambda samples: by_rows.squared_norms(self.some(samples))) if exactly else None)
 
     @property
     def may_cancel(self) -> bool:
@@ -255,22 +255,22 @@ class FactoredGrad(PerSampleGrad):
         if self._has_small_rows():
             return by_rows.all_scaled_norms(self)
         if self._looks_up:
-            scale, divided = self._scaled()
+            scale, divided = self._scale_terms()
             return scale * root(_squared_norms_of_lookup(divided.terms[0]))
         return self._norms_by_scaled_pairs(exactly=False)
 
     def _norms_by_scaled_pairs(self, exactly: bool) -> Tensor:
-        scale, divided = self._scaled()
+        scale, divided = self._scale_terms()
         return scale * root(divided.squared_norms(exactly))
 
-    def _scaled(self) -> tuple[Tensor, FactoredGrad]:
+    def _scale_terms(self) -> tuple[Tensor, FactoredGrad]:
         """Scale (b,) and gradients divided by it, such that the products of factors have magnitude 1."""
         scale = torch.stack([_largest(term.left) * _largest(term.right) for term in self.terms]).amax(0)
         scale = torch.where(scale > 0, scale, 1).clamp(max=torch.finfo(scale.dtype).max)
-        return scale, FactoredGrad([_divided(term, scale) for term in self.terms], self.shape)
+        return scale, FactoredGrad([_divide_term(term, scale) for term in self.terms], self.shape)
 
-    def faint_norms(self, samples: Tensor) -> Tensor:
-        """As `PerSampleGrad.faint_norms`. Factors are scaled to magnitude 1 in float64 before they are multiplied."""
+    def underflowed_norms(self, samples: Tensor) -> Tensor:
+        """As `PerSampleGrad.underflowed_norms`, from factors that are scaled to magnitude 1 in float64 first."""
         terms = [Term(_as_double(left), _as_double(right)) for left, right in self.some(samples).terms]
         return FactoredGrad(terms, self.shape)._norms_by_scaled_pairs(exactly=True)
 
@@ -285,7 +285,7 @@ class FactoredGrad(PerSampleGrad):
         for p in self.terms:
             for q in other.terms:
                 pairs.add(_inner(p.left, q.left, dtype), _inner(p.right, q.right, dtype))
-        return pairs.checked(lambda samples: by_rows.paired_dot(self.some(samples), other.some(samples)))
+        return pairs.settle(lambda samples: by_rows.paired_dot(self.some(samples), other.some(samples)))
 
     def gram(self, other: PerSampleGrad) -> Tensor:
         if (
@@ -310,11 +310,11 @@ class FactoredGrad(PerSampleGrad):
         if weighted is not None and weights is not None:
             terms = self.some(weighted).terms
             weights = weights[weighted]
-        first, *others = sorted(terms, key=_looked_up) if len(terms) > 1 else terms
-        summed = _summed_term(first, weights)
+        first, *others = sorted(terms, key=_is_lookup) if len(terms) > 1 else terms
+        result = _sum_term(first, weights)
         for term in others:
-            summed = _added_term(summed, term, weights)
-        return summed if summed.shape == self.shape else summed.reshape(self.shape)
+            result = _add_term(result, term, weights)
+        return result if result.shape == self.shape else result.reshape(self.shape)
 
     def term_norms(self) -> Tensor | None:
         if len(self.terms) == 1 and self.tokens == 1:
@@ -333,13 +333,13 @@ class FactoredGrad(PerSampleGrad):
             return by_rows.project(self, left, right)
         dtype = self.terms[0].dtype
         left, right = left.to(dtype), right.to(dtype)
-        return total(_projected(term, left, right) for term in self.terms)
+        return total(_project_term(term, left, right) for term in self.terms)
 
     def describe(self) -> str:
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
 
 
-def _projected(term: Term, left: Tensor, right: Tensor) -> Tensor:
+def _project_term(term: Term, left: Tensor, right: Tensor) -> Tensor:
     """Sum over t of (left[b, t] @ left signs) * (right[b, t] @ right signs), (b, k)."""
     products = _times(term.left, left) * _times(term.right, right)
     return products[:, 0] if term.tokens == 1 else products.sum(1)
@@ -362,14 +362,14 @@ def _norms_of(factor: Factor) -> Tensor:
     return frobenius_norms(factor)
 
 
-def scaled(factor: Tensor) -> tuple[Tensor, Tensor]:
+def scale_to_one(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Factor (b, ...) divided by the largest absolute value of each sample, and these values (b,); 1 if all are 0."""
     largest = _largest(factor)
     scale = torch.where(largest > 0, largest, 1)
     return factor / scale.view(-1, *(1,) * (factor.dim() - 1)), scale
 
 
-def _divided(term: Term, scale: Tensor) -> Term:
+def _divide_term(term: Term, scale: Tensor) -> Term:
     """The term divided by a scale (b,)."""
     left, right = term
     if isinstance(right, OneHot):
@@ -377,7 +377,7 @@ def _divided(term: Term, scale: Tensor) -> Term:
         return Term(left / scale[:, None, None], right)
     if isinstance(left, OneHot):
         return Term(left, right / scale[:, None, None])
-    left, share = scaled(left)
+    left, share = scale_to_one(left)
     return Term(left, right * (share / scale)[:, None, None])
 
 
@@ -387,8 +387,8 @@ def _squared_norms_of_lookup(term: Term) -> Tensor:
     assert isinstance(hot, OneHot) and isinstance(values, Tensor)
     same = hot.positions[:, :, None] == hot.positions[:, None, :]
     first = same.to(torch.uint8).argmax(2)  # first token with the same position
-    summed = torch.zeros_like(values).scatter_add(1, first[:, :, None].expand_as(values), values)
-    return flat_squared_norms(summed.flatten(1))
+    result = torch.zeros_like(values).scatter_add(1, first[:, :, None].expand_as(values), values)
+    return flat_squared_norms(result.flatten(1))
 
 
 def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
@@ -428,7 +428,7 @@ class PairSums:
         self._sums.append(pairs.sum((1, 2)) * multiple)
         self._sizes.append(torch.linalg.vector_norm(values, 1, (1, 2)) * multiple)
 
-    def checked(self, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def settle(self, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
         """The sums (b,). Samples whose sum has canceled are replaced by `exactly(samples)`; they are NaN if it is
         None, which needs no host sync.
 
@@ -466,17 +466,17 @@ def _dot_term(term: Term, matrix: Tensor) -> Tensor:
     return (_times(left, matrix.to(right.dtype)) * right).sum((1, 2))
 
 
-def _joined(terms: Sequence[Term]) -> list[Term]:
+def _join_terms(terms: Sequence[Term]) -> list[Term]:
     """Concatenate terms with the same kinds of factors along the tokens: the steps of an RNN become one sequence."""
     kinds: dict[tuple[bool, bool], list[Term]] = {}
     for term in terms:
         kinds.setdefault((isinstance(term.left, OneHot), isinstance(term.right, OneHot)), []).append(term)
-    joined = []
+    sequences = []
     for group in kinds.values():
         left = _end_to_end([term.left for term in group])
         right = _end_to_end([term.right for term in group])
-        joined.append(Term(left, right))
-    return joined
+        sequences.append(Term(left, right))
+    return sequences
 
 
 def _end_to_end(factors: Sequence[Factor]) -> Factor:

@@ -16,7 +16,7 @@ from samplewise.engine.backward import pull_back
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, term_norms, total
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.engine.graph import Edge
+from samplewise.engine.graph.graph import Edge
 
 VIEWS = {
     *"T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Alias Clone ToCopy".split(),
@@ -24,8 +24,8 @@ VIEWS = {
 }
 
 
-def re_indexed(
-    form: PerSampleGrad, entry: Edge, leaf: Edge, known: dict[object, str], key: object
+def reindex(
+    grad: PerSampleGrad, entry: Edge, leaf: Edge, known: dict[object, str], key: object
 ) -> PerSampleGrad | None:
     """Gradients of the parameter from those of the operand; None if the operand is complex.
 
@@ -33,24 +33,24 @@ def re_indexed(
     """
     if entry.dtype.is_complex:
         return None
-    count = torch.arange(1, form.width + 1, device=entry.device)
+    count = torch.arange(1, grad.width + 1, device=entry.device)
     base = int(1 / torch.finfo(entry.dtype).eps)
     positions = torch.full(leaf.shape, -1, device=entry.device)
     scale = 1
-    while scale <= form.width:
-        digits = (count // scale % base).view(form.shape).to(entry.dtype)
+    while scale <= grad.width:
+        digits = (count // scale % base).view(grad.shape).to(entry.dtype)
         (moved,) = pull_back(digits, entry, [leaf], differentiable=False)
         positions += moved.long() * scale
         scale *= base
-    if isinstance(form, FactoredGrad) and positions.numel() == form.width:
-        key = (key, form.matrix)
+    if isinstance(grad, FactoredGrad) and positions.numel() == grad.width:
+        key = (key, grad.matrix)
         if key not in known:
-            known[key] = _order(positions.flatten(), (count - 1).view(form.matrix))
+            known[key] = _order(positions.flatten(), (count - 1).view(grad.matrix))
         if known[key] == "straight":
-            return FactoredGrad(form.terms, leaf.shape)
+            return FactoredGrad(grad.terms, leaf.shape)
         if known[key] == "transposed":
-            return FactoredGrad(form.transposed().terms, leaf.shape)
-    return IndexedGrad(form, positions)
+            return FactoredGrad(grad.transpose().terms, leaf.shape)
+    return IndexedGrad(grad, positions)
 
 
 def _order(positions: Tensor, straight: Tensor) -> str:
@@ -86,8 +86,8 @@ class IndexedGrad(PerSampleGrad):
     def scaled_norms(self) -> Tensor:
         return self.source.scaled_norms()
 
-    def faint_norms(self, samples: Tensor) -> Tensor:
-        return self.source.faint_norms(samples)
+    def underflowed_norms(self, samples: Tensor) -> Tensor:
+        return self.source.underflowed_norms(samples)
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.source.dot(self._scattered(direction))
@@ -149,8 +149,8 @@ class DisjointGrad(PerSampleGrad):
     def scaled_norms(self) -> Tensor:
         return by_rows.scaled_norms(torch.stack([part.scaled_norms() for part in self.parts], 1))
 
-    def faint_norms(self, samples: Tensor) -> Tensor:
-        return by_rows.scaled_norms(torch.stack([part.faint_norms(samples) for part in self.parts], 1))
+    def underflowed_norms(self, samples: Tensor) -> Tensor:
+        return by_rows.scaled_norms(torch.stack([part.underflowed_norms(samples) for part in self.parts], 1))
 
     def term_norms(self) -> Tensor:
         return total(term_norms(part) for part in self.parts)
@@ -188,13 +188,13 @@ class BlockGrad(DisjointGrad):
         return f"{len(self.parts)} blocks: {self.parts[0].source.describe()}"
 
 
-def as_blocks(forms: Sequence[PerSampleGrad], known: dict[object, bool], key: object) -> BlockGrad | None:
+def as_blocks(grads: Sequence[PerSampleGrad], known: dict[object, bool], key: object) -> BlockGrad | None:
     """Merge re-indexed gradients into `BlockGrad`; None if one is of another kind or if two share an element.
 
     known: whether elements are shared, by key, for all graphs of one structure. It is read from the device once.
     """
-    parts = [form for form in forms if isinstance(form, IndexedGrad)]
-    if len(parts) < len(forms):
+    parts = [grad for grad in grads if isinstance(grad, IndexedGrad)]
+    if len(parts) < len(grads):
         return None
     if key not in known:
         uses = total((part.positions >= 0).int() for part in parts)  # number of parts that use each element

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad, term_norms, total
 from samplewise.engine.grads.by_rows import as_matrix
@@ -22,34 +22,34 @@ from samplewise.engine.grads.factored import FactoredGrad, Term
 ENOUGH_LEFT = 0.5
 
 
-def normalized(form: PerSampleGrad, v: Tensor, g: Tensor, norms: Tensor) -> tuple[PerSampleGrad, DenseGrad] | None:
+def normalize_grad(grad: PerSampleGrad, v: Tensor, g: Tensor, norms: Tensor) -> tuple[PerSampleGrad, DenseGrad] | None:
     """Gradients of v and g from those of w; None for a representation that this is not for. `norms`: of the rows of v,
     in the shape of g.
     """
-    if isinstance(form, FactoredGrad):
-        form = form.compact()
+    if isinstance(grad, FactoredGrad):
+        grad = grad.compact()
     matrix = as_matrix(v.shape)
     unit, scale = (v / norms).reshape(matrix), (g / norms).flatten()
-    if isinstance(form, DenseGrad):
-        return _of_rows(form, unit, scale, tuple(v.shape), tuple(g.shape))
-    if not isinstance(form, FactoredGrad) or form.matrix != matrix:
+    if isinstance(grad, DenseGrad):
+        return _of_rows(grad, unit, scale, tuple(v.shape), tuple(g.shape))
+    if not isinstance(grad, FactoredGrad) or grad.matrix != matrix:
         return None
     along, scaled = [], []
-    for left, right in form.terms:
+    for left, right in grad.terms:
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
             return None
         along.append((left * (right @ unit.T)).sum(1))
         scaled.append(Term(left * scale, right))
     component = total(along)
     of_v = NormalizedGrad(FactoredGrad(scaled, tuple(v.shape)), component * scale, unit)
-    return of_v, DenseGrad(component.view(-1, *g.shape), terms=form.term_norms)
+    return of_v, DenseGrad(component.view(-1, *g.shape), terms=grad.term_norms)
 
 
 def _of_rows(
-    form: DenseGrad, unit: Tensor, scale: Tensor, shape_v: tuple[int, ...], shape_g: tuple[int, ...]
+    grad: DenseGrad, unit: Tensor, scale: Tensor, shape_v: tuple[int, ...], shape_g: tuple[int, ...]
 ) -> tuple[DenseGrad, DenseGrad]:
     parts_v, parts_g = [], []
-    for part in form.parts:
+    for part in grad.parts:
         rows = part.reshape(len(part), *unit.shape)
         component = (rows * unit).sum(2)
         across = torch.addcmul(rows, component[:, :, None], unit, value=-1)
@@ -57,9 +57,9 @@ def _of_rows(
         parts_g.append(component.view(-1, *shape_g))
 
     def terms() -> Tensor:
-        return term_norms(form) * scale.abs().max() * 2  # the component is no larger than the row
+        return term_norms(grad) * scale.abs().max() * 2  # the component is no larger than the row
 
-    return DenseGrad(*parts_v, terms=terms), DenseGrad(*parts_g, terms=form.term_norms)
+    return DenseGrad(*parts_v, terms=terms), DenseGrad(*parts_g, terms=grad.term_norms)
 
 
 class NormalizedGrad(RowwiseGrad):

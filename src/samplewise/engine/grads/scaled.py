@@ -9,22 +9,22 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 
 
-def scaled(form: PerSampleGrad, factor: Tensor | float) -> PerSampleGrad:
-    """The gradients of `form`, in its shape, times a factor that is a number or has this shape."""
-    if isinstance(form, FactoredGrad):
+def scale_grad(grad: PerSampleGrad, factor: Tensor | float) -> PerSampleGrad:
+    """The gradients of `grad`, in its shape, times a factor that is a number or has this shape."""
+    if isinstance(grad, FactoredGrad):
         is_number = not isinstance(factor, Tensor) or factor.dim() == 0
-        terms = [Term(left * factor, right) for left, right in form.terms if isinstance(left, Tensor) and is_number]
-        if len(terms) == len(form.terms):
-            return FactoredGrad(terms, form.shape)
-        form = form.compact()
-    return _scaled_rows(form, factor) if isinstance(form, DenseGrad) else ScaledGrad(form, factor)
+        terms = [Term(left * factor, right) for left, right in grad.terms if isinstance(left, Tensor) and is_number]
+        if len(terms) == len(grad.terms):
+            return FactoredGrad(terms, grad.shape)
+        grad = grad.compact()
+    return _scaled_rows(grad, factor) if isinstance(grad, DenseGrad) else ScaledGrad(grad, factor)
 
 
-def _scaled_rows(form: DenseGrad, factor: Tensor | float) -> DenseGrad:
+def _scaled_rows(grad: DenseGrad, factor: Tensor | float) -> DenseGrad:
     def terms() -> Tensor:
-        return term_norms(form) * (abs(factor) if isinstance(factor, float) else factor.detach().abs().amax())
+        return term_norms(grad) * (abs(factor) if isinstance(factor, float) else factor.detach().abs().amax())
 
-    return DenseGrad(*(part * factor for part in form.parts), terms=terms)
+    return DenseGrad(*(part * factor for part in grad.parts), terms=terms)
 
 
 class ScaledGrad(RowwiseGrad):

@@ -21,9 +21,9 @@ class StackedGrad(DisjointGrad):
         self.shape = (len(parts), *parts[0].shape)
         self.parts = parts
 
-    def transposed(self) -> StackedGrad | None:
+    def transpose(self) -> StackedGrad | None:
         """Gradients of the transposed matrices; None if a part is no longer in factors."""
-        factored = [part.transposed() for part in self.parts if isinstance(part, FactoredGrad)]
+        factored = [part.transpose() for part in self.parts if isinstance(part, FactoredGrad)]
         return StackedGrad(factored) if len(factored) == len(self.parts) else None
 
     def compact(self) -> StackedGrad:

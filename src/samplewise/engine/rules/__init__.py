@@ -15,9 +15,9 @@ from samplewise.engine.rules import (
     products,
     recurrent,
 )
-from samplewise.engine.rules.use import OperandRule as OperandRule
-from samplewise.engine.rules.use import Rule as Rule
-from samplewise.engine.rules.use import Use as Use
+from samplewise.engine.rules.rule_input import OperandRule as OperandRule
+from samplewise.engine.rules.rule_input import Rule as Rule
+from samplewise.engine.rules.rule_input import Use as Use
 
 RULES: dict[tuple[str, int], Rule] = {
     ("Mm", 0): Rule(products.mm_left, ("mat2",)),

@@ -24,10 +24,10 @@ from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scaled
+from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scale_to_one
 from samplewise.engine.grads.matrix_kernels import bmm, is_plain
-from samplewise.engine.graph import Node, scalar
-from samplewise.engine.rules.use import Use, summed
+from samplewise.engine.graph.graph import Node, scalar
+from samplewise.engine.rules.rule_input import Use, summed
 
 # Convolution kernels compute this many input channels at a time: with fewer, the product of patches is faster.
 CHANNEL_BLOCK = 8
@@ -62,16 +62,16 @@ def _settings(node: Node) -> ConvolutionSettings:
 
 def kernel(use: Use) -> PerSampleGrad | None:
     """Rule for the weight of a convolution."""
-    form = _kernel(use)
-    if form is None or form.prefers_factors:
-        return form
-    return DenseGrad(*form.parts(0, form.samples), terms=form.term_norms)
+    grad = _kernel(use)
+    if grad is None or grad.prefers_factors:
+        return grad
+    return DenseGrad(*grad.parts(0, grad.samples), terms=grad.term_norms)
 
 
 def kernel_factors(use: Use) -> PerSampleGrad | None:
     """As `kernel`, in factors (patches and gradient) if the convolution has plain patches."""
-    form = _kernel(use)
-    return form.factors() if form is not None and form.settings.has_plain_patches else kernel(use)
+    grad = _kernel(use)
+    return grad.factors() if grad is not None and grad.settings.has_plain_patches else kernel(use)
 
 
 def _kernel(use: Use) -> ConvolutionGrad | None:
@@ -227,8 +227,8 @@ class ConvolutionGrad(PerSampleGrad):
         return self.positions > 1
 
     def scaled_norms(self) -> Tensor:
-        x, of_x = scaled(self.x)
-        g, of_g = scaled(self.g)
+        x, of_x = scale_to_one(self.x)
+        g, of_g = scale_to_one(self.g)
         return by_rows.root(ConvolutionGrad(x, g, self.weight, self.settings).squared_norms(False)) * of_x * of_g
 
     def _norms_by_pairs(self, start: int, stop: int, exactly: bool) -> Tensor:
@@ -237,7 +237,7 @@ class ConvolutionGrad(PerSampleGrad):
         g = self._by_position(self.g[start:stop])
         pairs = PairSums()
         pairs.add(bmm(patches, patches.transpose(1, 2)), bmm(g, g.transpose(1, 2)))
-        return pairs.checked((lambda samples: self._some_norms(samples + start)) if exactly else None)
+        return pairs.settle((lambda samples: self._some_norms(samples + start)) if exactly else None)
 
     def _some_norms(self, samples: Tensor) -> Tensor:
         return by_rows.squared_norms(ConvolutionGrad(self.x[samples], self.g[samples], self.weight, self.settings))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
-from samplewise.engine.rules.use import Use
+from samplewise.engine.rules.rule_input import Use
 
 
 class DistanceGrad(RowwiseGrad):

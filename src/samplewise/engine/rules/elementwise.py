@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.graph import scalar
-from samplewise.engine.rules.use import Use, summed
+from samplewise.engine.graph.graph import scalar
+from samplewise.engine.rules.rule_input import Use, summed
 
 
 def passed_on(use: Use) -> PerSampleGrad | None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
-from samplewise.engine.graph import Node, scalar
-from samplewise.engine.rules.use import Use
+from samplewise.engine.graph.graph import Node, scalar
+from samplewise.engine.rules.rule_input import Use
 
 
 def table(use: Use) -> PerSampleGrad | None:
@@ -19,10 +19,10 @@ def table(use: Use) -> PerSampleGrad | None:
     if rows is None:
         return None
     width = g.shape[-1]
-    return looked_up(use.node, rows.gather(index.reshape(-1)), rows.gather(g.reshape(-1, width)), use.shape)
+    return lookup_grad(use.node, rows.gather(index.reshape(-1)), rows.gather(g.reshape(-1, width)), use.shape)
 
 
-def looked_up(node: Node, index: Tensor, gradient: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
+def lookup_grad(node: Node, index: Tensor, gradient: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
     """Gradients of a table of this shape from index (b, t) and gradient (b, t, i); None with scale_grad_by_freq."""
     if scalar(node, "scale_grad_by_freq"):  # frequencies are counted over the whole batch: computed by `generic`
         return None

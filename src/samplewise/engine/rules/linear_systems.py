@@ -10,7 +10,7 @@ import torch
 
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.rules.use import Use
+from samplewise.engine.rules.rule_input import Use
 
 
 def matrix(use: Use) -> PerSampleGrad | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import scalar
-from samplewise.engine.rules.use import Use, summed
+from samplewise.engine.graph.graph import scalar
+from samplewise.engine.rules.rule_input import Use, summed
 
 
 def layer_norm_scale(use: Use) -> PerSampleGrad | None:

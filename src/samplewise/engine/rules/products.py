@@ -13,8 +13,8 @@ from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.grads.stacked import StackedGrad
-from samplewise.engine.rules.use import Use, summed
-from samplewise.engine.tags import Irregular, RowGather
+from samplewise.engine.ownership.owner_map import Irregular, RowGather
+from samplewise.engine.rules.rule_input import Use, summed
 
 
 def right_operand(use: Use, left: str, scale: float = 1) -> PerSampleGrad | None:
@@ -25,8 +25,8 @@ def right_operand(use: Use, left: str, scale: float = 1) -> PerSampleGrad | None
 def left_operand(use: Use, right: str, scale: float = 1) -> PerSampleGrad | None:
     """Gradients of W in mm(W, a): outer products of the columns of the output's gradient with the columns of a."""
     columns = use.permuted_rows((1, 0), 1)
-    form = _outer(columns, use.tensor(right).T, use.gradient.T, (use.shape[1], use.shape[0]), scale)
-    return form.transposed() if form is not None else None
+    grad = _outer(columns, use.tensor(right).T, use.gradient.T, (use.shape[1], use.shape[0]), scale)
+    return grad.transpose() if grad is not None else None
 
 
 def _outer(rows: RowGather | None, a: Tensor, g: Tensor, shape: tuple[int, ...], scale: float) -> FactoredGrad | None:
@@ -111,7 +111,7 @@ def grouped_right(use: Use) -> PerSampleGrad | None:
     a, ends = use.saved["self"], use.saved["offs"]
     if a.dim() != 2 or len(use.shape) != 3 or use.rows(1) is None:
         return None
-    owner = use.tag.owners(tuple(use.gradient.shape), use.gradient.device).amax(1)
+    owner = use.owner_map.owners(tuple(use.gradient.shape), use.gradient.device).amax(1)
     a, g = use.tensor("self"), use.gradient
     parts = []
     start = 0

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.graph import scalar
-from samplewise.engine.rules.use import HALF_PRECISION, Use, accumulable, sum_of_tokens
-from samplewise.engine.tags import RegularGather, RowGather, sequences_of
+from samplewise.engine.graph.graph import scalar
+from samplewise.engine.ownership.owner_map import RegularGather, RowGather, sequences_of
+from samplewise.engine.rules.rule_input import HALF_PRECISION, Use, accumulable, sum_of_tokens
 
 LSTM = 2
 READS = ("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "result0")
@@ -62,8 +62,8 @@ def _sequences(use: Use) -> RowGather | None:
 
 def _of_sequences(use: Use, slot: int) -> RowGather | None:
     shape = tuple(use.gradients[slot].shape)
-    tag = use.tags[slot]
-    return sequences_of(tag, shape) if slot == 0 else tag.rows(shape, len(shape) - 1)
+    owner_map = use.owner_maps[slot]
+    return sequences_of(owner_map, shape) if slot == 0 else owner_map.rows(shape, len(shape) - 1)
 
 
 def _in_order(use: Use, x: Tensor) -> Tensor:

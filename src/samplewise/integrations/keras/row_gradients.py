@@ -9,7 +9,7 @@ import keras
 import torch
 from keras import ops, tree
 
-from samplewise.engine.checks import finite_losses
+from samplewise.engine.deferred_checks import finite_losses
 from samplewise.errors import ParameterError, SamplesInteractError
 from samplewise.integrations.keras.backends import RowsFunction, rows_function
 from samplewise.integrations.keras.sample_losses import sample_losses

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from samplewise.core.batches import leaves, map_leaves
-from samplewise.engine.checks import check_attached
+from samplewise.engine.arguments import check_attached
 from samplewise.engine.gradients import gradients_of, prepare
 from samplewise.errors import SamplesMayInteractWarning
 from samplewise.step.accumulate import WeightedAccumulator

@@ -23,32 +23,32 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.generic import as_gradient, call
-from samplewise.engine.graph import Edge, Graph, Node, is_python_function
-from samplewise.engine.indexing import read_owners
-from samplewise.engine.linearity import NotLinearError
-from samplewise.engine.probe import MIXED, Codes, codes_for, probe_passes
-from samplewise.engine.registered_hooks import removed_afterwards
-from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, switches
-from samplewise.engine.tags import Irregular, Tag, allows, distinct, tag_of
+from samplewise.engine.graph.graph import Edge, Graph, Node, is_python_function
+from samplewise.engine.graph.hook_registry import remove_afterwards
+from samplewise.engine.ownership.indexing import read_owners
+from samplewise.engine.ownership.linearity import NotLinearError
+from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, switches
+from samplewise.engine.ownership.owner_map import Irregular, OwnerMap, allows, distinct, owner_map_of
+from samplewise.engine.ownership.probe import MIXED, Codes, codes_for, probe_passes
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
 def probe_node(
-    graph: Graph, node: Node, tags: Mapping[int, Tag], positions: Sequence[int], exact: bool = False
-) -> dict[int, Tag | None]:
-    """Ownership of the gradients of the operands at these positions, for gradients of the outputs with these tags (by
-    output slot); None where samples are mixed. `exact`: see `tag_of`. Raises NonFiniteGradientError if gradients are
-    not finite, and NotLinearError if the backward of a Python function is not linear.
+    graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap], positions: Sequence[int], exact: bool = False
+) -> dict[int, OwnerMap | None]:
+    """Ownership of the gradients of the operands at these positions, for gradients of the outputs with these owner maps
+    (by output slot); None where samples are mixed. `exact`: see `owner_map_of`. Raises NonFiniteGradientError if
+    gradients are not finite, and NotLinearError if the backward of a Python function is not linear.
     """
-    owners = read_owners(graph, node, tags)
+    owners = read_owners(graph, node, owner_maps)
     if owners is not None:
         owners = [owners[position] for position in positions]
     else:
-        passes = _NodePasses(graph, node, tags, positions)
+        passes = _NodePasses(graph, node, owner_maps, positions)
         owners = _copied_owners(passes) or probe_passes(passes).owners
     return {
-        position: None if (distinct(owner) == MIXED).any() else tag_of(owner, graph.samples, exact)
+        position: None if (distinct(owner) == MIXED).any() else owner_map_of(owner, graph.samples, exact)
         for position, owner in zip(positions, owners, strict=True)
     }
 
@@ -73,7 +73,7 @@ def _copied_owners(passes: _NodePasses) -> list[Tensor] | None:
     numbers = {}
     ones = {}
     for slot, gradient in passes.gradients.items():
-        owner = passes.tags[slot].owners(tuple(gradient.shape), gradient.device)
+        owner = passes.owner_maps[slot].owners(tuple(gradient.shape), gradient.device)
         numbers[slot] = (owner + 1).to(gradient.dtype)
         ones[slot] = (owner >= 0).to(gradient.dtype)
     copies = passes.call(ones)
@@ -87,22 +87,22 @@ class Claim:
     """Ownership of the gradients of some operands of a node, for outputs whose gradients have this ownership."""
 
     node: int  # position in the graph
-    outputs: dict[int, Tag]  # by output slot
-    operands: dict[int, Tag]  # by position
+    outputs: dict[int, OwnerMap]  # by output slot
+    operands: dict[int, OwnerMap]  # by position
 
     def checks(self, graph: Graph) -> Iterator[Tensor]:
         """Flags that are all True if the operands of the node in this graph have this ownership."""
         node = graph.nodes[self.node]
         owners = read_owners(graph, node, self.outputs) if is_deterministic(graph) else None  # waits for a device
         if owners is not None:
-            for position, tag in self.operands.items():
-                yield allows(tag, owners[position])
+            for position, owner_map in self.operands.items():
+                yield allows(owner_map, owners[position])
             return
         passes = _NodePasses(graph, node, self.outputs, list(self.operands))
         plain = passes.run()
         for weights in _distinct_weights(graph):
-            for gradient, p, tag in zip(passes.run(weights), plain, self.operands.values(), strict=True):
-                yield follows(gradient, tag.weighted(p, weights), graph)
+            for gradient, p, owner_map in zip(passes.run(weights), plain, self.operands.values(), strict=True):
+                yield follows(gradient, owner_map.apply_weights(p, weights), graph)
 
 
 def hold(claims: Sequence[Claim], graph: Graph) -> bool:
@@ -119,7 +119,7 @@ class FunctionChecks:
         self.claims = claims
         self.hold = True  # False as soon as a claim does not hold
 
-    def watching(self) -> AbstractContextManager[None]:
+    def watch(self) -> AbstractContextManager[None]:
         """Context manager: the claims are verified by backward passes in the block, with one more call of each
         function. Its result must follow the weights of the samples: else it mixes them, or is not linear.
         """
@@ -127,7 +127,7 @@ class FunctionChecks:
             return nullcontext()
         nodes = self.graph.nodes
         handles = [nodes[claim.node].register_hook(partial(self._compare, claim)) for claim in self.claims]
-        return removed_afterwards(handles)
+        return remove_afterwards(handles)
 
     def _compare(
         self, claim: Claim, operands: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
@@ -136,17 +136,17 @@ class FunctionChecks:
         arrived = {slot: g.detach() for slot in claim.outputs if (g := outputs[slot]) is not None}
         sizes = torch.stack([claim.outputs[slot].sizes(g) for slot, g in arrived.items()]).sum(0)
         for weights in distinct_powers(graph, sizes, base=WIDE, digits=1):
-            weighted = {slot: claim.outputs[slot].weighted(g, weights) for slot, g in arrived.items()}
+            weighted = {slot: claim.outputs[slot].apply_weights(g, weights) for slot, g in arrived.items()}
             with torch.no_grad():
                 results = call(graph.nodes[claim.node], weighted)
-            for position, tag in claim.operands.items():
+            for position, owner_map in claim.operands.items():
                 gradient = operands[position]
                 result = results[position]
                 if gradient is None or result is None:
                     self.hold &= gradient is result
                 else:
                     edge = Edge(*graph.nodes[claim.node].next_functions[position])
-                    expected = tag.weighted(as_gradient(gradient.detach(), edge), weights)
+                    expected = owner_map.apply_weights(as_gradient(gradient.detach(), edge), weights)
                     self.hold &= bool(follows(as_gradient(result, edge), expected, graph))
 
 
@@ -191,17 +191,17 @@ def follows(gradient: Tensor, expected: Tensor, graph: Graph) -> Tensor:
 class _NodePasses:
     """Calls of a node with random gradients of its outputs, multiplied by the weights of the samples."""
 
-    def __init__(self, graph: Graph, node: Node, tags: Mapping[int, Tag], positions: Sequence[int]):
+    def __init__(self, graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap], positions: Sequence[int]):
         self.graph = graph
         self.node = node
-        self.tags = tags
+        self.owner_maps = owner_maps
         self.positions = positions
-        self.gradients = {slot: _random_gradient(Edge(node, slot), tag) for slot, tag in tags.items()}
+        self.gradients = {slot: _random_gradient(Edge(node, slot), owner_map) for slot, owner_map in owner_maps.items()}
 
     def run(self, weights: Tensor | None = None, at: Collection[int] | None = None) -> list[Tensor]:
         gradients = self.gradients
         if weights is not None:
-            gradients = {slot: self.tags[slot].weighted(g, weights) for slot, g in gradients.items()}
+            gradients = {slot: self.owner_maps[slot].apply_weights(g, weights) for slot, g in gradients.items()}
         return self.call(gradients, at)
 
     def call(self, gradients: dict[int, Tensor], at: Collection[int] | None = None) -> list[Tensor]:
@@ -220,9 +220,9 @@ class _NodePasses:
         return self.graph.operations[self.node]
 
 
-def _random_gradient(edge: Edge, tag: Tag) -> Tensor:
+def _random_gradient(edge: Edge, owner_map: OwnerMap) -> Tensor:
     gradient = _random_values(edge)
-    return torch.where(tag.owner < 0, 0, gradient) if isinstance(tag, Irregular) else gradient
+    return torch.where(owner_map.owner < 0, 0, gradient) if isinstance(owner_map, Irregular) else gradient
 
 
 MOST_VALUES = 2**20 + 7  # not a multiple of usual sizes, so that repeated values fall on other places of each sample

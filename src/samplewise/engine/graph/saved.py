@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _Handle, _Holder
 
 from samplewise.core.memory import HeldTensor
-from samplewise.engine.graph import MODIFIED, Node, is_python_function
+from samplewise.engine.graph.graph import MODIFIED, Node, is_python_function
 from samplewise.errors import GraphError
 
 Saved = dict[str, Any]

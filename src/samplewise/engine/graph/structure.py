@@ -213,8 +213,8 @@ class _Flat:
             return None
         for at, identity in self.identities:
             node = nodes[at]
-            found = _function_identity(node) if kinds[at] is None else leaf_names.get(id(node.variable))
-            if found != identity:
+            identity_here = _function_identity(node) if kinds[at] is None else leaf_names.get(id(node.variable))
+            if identity_here != identity:
                 return None
         for at, name, expected in self.settings:
             value = getattr(nodes[at], name)
@@ -241,7 +241,7 @@ class _Flat:
 _dtype = attrgetter("dtype")
 _structures: dict[tuple[object, ...], Structure] = {}
 _recent: dict[tuple[object, ...], tuple[Structure, ...]] = {}  # the last ones, by kind and output slot of the root
-_kept = 0  # nodes in `_structures`, counted once more for each of their sizes
+_node_count = 0  # nodes in `_structures`, counted once more for each of their sizes
 
 
 def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, Sizes, list[Node]]:
@@ -308,20 +308,20 @@ def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structu
 
 def _make_room(nodes: int) -> None:
     """Count nodes that are to be kept; forget all others if they would be too many."""
-    global _kept
-    if _kept + nodes > MOST_KEPT:
+    global _node_count
+    if _node_count + nodes > MOST_KEPT:
         forget_structures()
-    _kept += nodes
+    _node_count += nodes
 
 
 def forget_structures() -> None:
     """Forget all structures, and with them all plans."""
-    global _kept
+    global _node_count
     for structure in _structures.values():
         structure.sizes.clear()  # of structures that are still in use, too
     _structures.clear()
     _recent.clear()
-    _kept = 0
+    _node_count = 0
 
 
 def children_below(root: Node) -> dict[Node, Children]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from samplewise.core.text import listed
-from samplewise.engine.structure import ACCUMULATE_GRAD, Children, Reach, read_structure
-from samplewise.engine.structure import EdgeKey as EdgeKey
-from samplewise.engine.structure import Node as Node
-from samplewise.engine.structure import is_python_function as is_python_function
-from samplewise.engine.structure import operation as operation
+from samplewise.engine.graph.structure import ACCUMULATE_GRAD, Children, Reach, read_structure
+from samplewise.engine.graph.structure import EdgeKey as EdgeKey
+from samplewise.engine.graph.structure import Node as Node
+from samplewise.engine.graph.structure import is_python_function as is_python_function
+from samplewise.engine.graph.structure import operation as operation
 from samplewise.errors import GraphError
 
 

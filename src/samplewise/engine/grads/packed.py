@@ -14,22 +14,22 @@ from samplewise.engine.grads.dense import DenseGrad
 SMALL = 2**14  # largest number of elements of the rows of a parameter: copying more takes longer than it saves
 
 
-def bundled(forms: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
+def pack_rows(grads: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
     """The same gradients, with those of one dtype and device in one matrix."""
     together: dict[str, DenseGrad] = {}
-    bundles: dict[object, _Bundle] = {}
-    for name, form in forms.items():
-        rows = form.parts[0]
-        bundle = bundles.get((rows.dtype, rows.device))
-        if bundle is None:
-            bundle = bundles[rows.dtype, rows.device] = _Bundle(form.samples)
-        together[name] = BundledGrad(bundle, bundle.add(rows), form.term_norms())
-    for bundle in bundles.values():
-        bundle.complete()
+    packs: dict[object, _RowPack] = {}
+    for name, grad in grads.items():
+        rows = grad.parts[0]
+        pack = packs.get((rows.dtype, rows.device))
+        if pack is None:
+            pack = packs[rows.dtype, rows.device] = _RowPack(grad.samples)
+        together[name] = PackedGrad(pack, pack.add(rows), grad.term_norms())
+    for pack in packs.values():
+        pack.complete()
     return together
 
 
-class _Bundle:
+class _RowPack:
     """Matrix (b, sum of widths) of the rows of several parameters."""
 
     def __init__(self, samples: int):
@@ -75,23 +75,23 @@ class _Bundle:
         return total if len(self.shapes[number]) == 1 else total.view(self.shapes[number])
 
 
-class BundledGrad(DenseGrad):
-    """Rows of one parameter of a bundle."""
+class PackedGrad(DenseGrad):
+    """Rows of one parameter of a pack."""
 
-    def __init__(self, bundle: _Bundle, number: int, term_norms: Tensor | None):
+    def __init__(self, pack: _RowPack, number: int, term_norms: Tensor | None):
         self._term_norms = term_norms
-        self.bundle = bundle
+        self.pack = pack
         self.number = number
-        self.shape = bundle.shapes[number]
-        self.samples = bundle.samples
+        self.shape = pack.shapes[number]
+        self.samples = pack.samples
         self.step = self.samples
 
     @cached_property
     def parts(self) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return (self.bundle.columns(self.number).view(self.samples, *self.shape),)
+        return (self.pack.columns(self.number).view(self.samples, *self.shape),)
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        return self.bundle.sum(self.number, weights)
+        return self.pack.sum(self.number, weights)
 
     def describe(self) -> str:
         return DenseGrad.__name__.lower()

@@ -8,7 +8,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine import plan
 from samplewise.engine.gradients import accumulate
-from samplewise.engine.grads.bundled import BundledGrad
+from samplewise.engine.grads.packed import PackedGrad
 from samplewise.errors import NonFiniteGradientError
 
 X = torch.linspace(-2, 2, 20).double().sin().view(5, 4)
@@ -36,10 +36,10 @@ def assert_sums(found, expected):
 def test_small_parameters_share_a_matrix(net, monkeypatch):
     monkeypatch.setattr(plan, "may_have_hooks", lambda graph: False)  # other tests may have registered some
     g = sw.gradients(losses_of(net), net)
-    forms = g._evaluator.forms()
-    bundles = {id(form.bundle) for form in forms.values() if isinstance(form, BundledGrad)}
-    assert len(bundles) == 1
-    assert sum(isinstance(form, BundledGrad) for form in forms.values()) > 4
+    grads = g._evaluator.grads()
+    packs = {id(grad.pack) for grad in grads.values() if isinstance(grad, PackedGrad)}
+    assert len(packs) == 1
+    assert sum(isinstance(grad, PackedGrad) for grad in grads.values()) > 4
     assert_as_loop(losses_of(net), net)
 
 
@@ -66,8 +66,8 @@ def test_norms_of_parameters_before_and_after_those_of_samples(net):
                 assert_sums(g.norms(by=by), expected)
 
 
-def test_bundles_with_and_without_hooks_have_the_same_bits(net):
-    """Rows are copied at once if a hook may change gradients in place; they are bundled in any case."""
+def test_packs_with_and_without_hooks_have_the_same_bits(net):
+    """Rows are copied at once if a hook may change gradients in place; they are packed in any case."""
     found = []
     for hooks in (0, 1):
         losses = losses_of(net)
@@ -75,7 +75,7 @@ def test_bundles_with_and_without_hooks_have_the_same_bits(net):
             losses.register_hook(lambda gradient: None)
         g = sw.gradients(losses, net)
         found.append({"norms": g.norms(), **g.sum(torch.linspace(0.1, 1, 5).double())})
-        assert any(isinstance(form, BundledGrad) for form in g._evaluator.forms().values())
+        assert any(isinstance(grad, PackedGrad) for grad in g._evaluator.grads().values())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
@@ -141,11 +141,11 @@ def test_sums_of_some_parameters_before_others(net):
     """Weights of each parameter differ, also between calls of which not all sums were used."""
     g = sw.gradients(losses_of(net), net)
     first = torch.arange(5).double()
-    forms = g._evaluator.forms()
-    forms["0.bias"].sum(first)
+    grads = g._evaluator.grads()
+    grads["0.bias"].sum(first)
     other = first.cos()
     for name, weights in zip(g.names, [first, other] * len(g.names), strict=False):
-        torch.testing.assert_close(forms[name].sum(weights), expected_sums(net, weights)[name])
+        torch.testing.assert_close(grads[name].sum(weights), expected_sums(net, weights)[name])
     by_name = {name: torch.full((5,), k + 1.0).double() for k, name in enumerate(g.names)}
     found = g.sum(by_name)
     for name, weights in by_name.items():

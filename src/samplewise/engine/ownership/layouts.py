@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samplewise.engine.graph import FUSED_ATTENTION, Node, numel, scalar
+from samplewise.engine.graph.graph import FUSED_ATTENTION, Node, numel, scalar
 
 Shape = tuple[int, ...]
 
@@ -36,14 +36,14 @@ class RowOwners:
         first = int(self.owner[0]) if len(self.owner) else -1
         return first if first >= 0 and bool((self.owner == first).all()) else None
 
-    def repeated(self, each: int, times: int) -> RowOwners:
-        """Owners with each entry repeated, and then all of them."""
-        if each == times == 1:
+    def repeat(self, inner: int, outer: int) -> RowOwners:
+        """Owners with each entry repeated `inner` times, and then all of them `outer` times."""
+        if inner == outer == 1:
             return self
-        if (each, times) not in self.derived:
-            self.derived[each, times] = RowOwners(self.owner.repeat_interleave(each).repeat(times))
-        repeated: RowOwners = self.derived[each, times]
-        return repeated
+        if (inner, outer) not in self.derived:
+            self.derived[inner, outer] = RowOwners(self.owner.repeat_interleave(inner).repeat(outer))
+        row_owners: RowOwners = self.derived[inner, outer]
+        return row_owners
 
 
 class SampleDim(NamedTuple):
@@ -76,7 +76,7 @@ def moves(*operations: str) -> Callable[[Mover], Mover]:
 
 @lru_cache(MOST_PLACES)
 def locate(inner: int, shape: Shape, samples: int) -> SampleDim | None:
-    """Place of the samples in a tensor of this shape, for a `tags.Regular` with this `inner`; None if there is none."""
+    """Place of the samples of a `Regular` owner map with this `inner` in a tensor of this shape; None for no place."""
     stride = 1
     if 0 in shape:
         return None
@@ -149,8 +149,8 @@ def restore_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape
 @moves("Stack")
 def drop_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     added = scalar(node, "dim") % len(shape)
-    moved = UNDECIDED if place.dim == added else SampleDim(place.dim - (place.dim > added), place.post)
-    return [moved] * len(children)
+    in_operand = UNDECIDED if place.dim == added else SampleDim(place.dim - (place.dim > added), place.post)
+    return [in_operand] * len(children)
 
 
 ALONG_ONE_DIM = "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Logcumsumexp Glu Topk Sort IndexSelect"
@@ -268,11 +268,11 @@ def reduce(node: Node, place: SampleDim, shape: Shape, children: list[Shape | No
     saved = scalar(node, "dim")
     dims = (saved,) if isinstance(saved, int) else saved
     ndim = len(children[0])
-    reduced = {d % ndim for d in dims} if dims else set(range(ndim))
-    kept = [d for d in range(ndim) if d not in reduced]
+    reduced_dims = {d % ndim for d in dims} if dims else set(range(ndim))  # without dims: all
+    other_dims = [d for d in range(ndim) if d not in reduced_dims]
     if scalar(node, "keepdim"):
-        return [place if place.dim in kept else None]
-    return [SampleDim(kept[place.dim], place.post)]
+        return [place if place.dim in other_dims else None]
+    return [SampleDim(other_dims[place.dim], place.post)]
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -327,11 +327,11 @@ def distances(node: Node, place: SampleDim, shape: Shape, children: list[Shape |
     last = len(shape) - 1
     if place.dim < last - 1:
         return [_broadcast(place, shape, child) for child in children]
-    own = int(place.dim == last)
-    moved: list[SampleDim | None] = [None, None]
-    child = children[own]
-    moved[own] = None if child is None else SampleDim(len(child) - 2, place.post)
-    return moved
+    operand = int(place.dim == last)  # the one whose points are samples; those of the other meet all of them
+    places: list[SampleDim | None] = [None, None]
+    child = children[operand]
+    places[operand] = None if child is None else SampleDim(len(child) - 2, place.post)
+    return places
 
 
 @moves("Convolution")
@@ -342,13 +342,11 @@ def convolution(node: Node, place: SampleDim, shape: Shape, children: list[Shape
 @moves(*FUSED_ATTENTION)
 def attention(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Only the batch dimension: with grouped-query attention, keys and queries have different numbers of heads.
-    moved: list[SampleDim | None] = [None] * len(children)
+    places: list[SampleDim | None] = [None] * len(children)
     for position, child in enumerate(children[:3]):
-        if place.dim == 0 and child is not None and child[0] == shape[0]:
-            moved[position] = place
-        else:
-            moved[position] = UNDECIDED
-    return moved
+        is_batched = place.dim == 0 and child is not None and child[0] == shape[0]
+        places[position] = place if is_batched else UNDECIDED
+    return places
 
 
 # --- normalization, pooling, losses, recurrent kernels -------------------------------------------------------------

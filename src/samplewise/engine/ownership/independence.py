@@ -20,9 +20,9 @@ from samplewise.core.batchnorm import batch_norms
 from samplewise.core.losses import broadcast_cause
 from samplewise.core.tensor_storage import is_plain, stored_values
 from samplewise.core.text import listed
-from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
-from samplewise.engine.saved import SavedTensorReader, saved_tensor_names, with_base
+from samplewise.engine.deferred_checks import is_traced
+from samplewise.engine.graph.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
+from samplewise.engine.graph.saved import SavedTensorReader, saved_tensor_names, with_base
 from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
 from samplewise.parallel.sharded_parameters import unsharded
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Edge, Node
-from samplewise.engine.layouts import locate
-from samplewise.engine.saved import Saved
-from samplewise.engine.tags import Irregular, Regular, RowGather, Tag, permuted
+from samplewise.engine.graph.graph import Edge, Node
+from samplewise.engine.graph.saved import Saved
+from samplewise.engine.ownership.layouts import locate
+from samplewise.engine.ownership.owner_map import Irregular, OwnerMap, Regular, RowGather, permute
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -28,21 +28,21 @@ class Operand:
     position: int
     shape: tuple[int, ...]
     samples: int
-    tags: dict[int, Tag]  # ownership of the gradients of the operation's outputs, by output slot
+    owner_maps: dict[int, OwnerMap]  # ownership of the gradients of the operation's outputs, by output slot
     layouts: dict[Any, Any] = field(default_factory=dict)  # row assignments, computed when a rule first needs them
 
 
 class Use:
     """One use of an operand, with all that a rule needs to compute its per-sample gradients."""
 
-    __slots__ = ("_operand", "gradients", "node", "operand", "samples", "saved", "shape", "tags")
+    __slots__ = ("_operand", "gradients", "node", "operand", "owner_maps", "samples", "saved", "shape")
 
     def __init__(self, node: Node, operand: Operand, gradients: dict[int, Tensor], saved: Saved):
         self.node = node
         self.operand = operand.position
         self.shape = operand.shape  # shape of the operand
         self.samples = operand.samples
-        self.tags = operand.tags  # ownership of the gradients, by output slot
+        self.owner_maps = operand.owner_maps  # ownership of the gradients, by output slot
         self.gradients = gradients  # by output slot; outputs without gradient are missing
         self.saved = saved  # tensors saved by the node, by name
         self._operand = operand
@@ -59,9 +59,9 @@ class Use:
         return gradient.float() if gradient.dtype in HALF_PRECISION else gradient
 
     @property
-    def tag(self) -> Tag:
+    def owner_map(self) -> OwnerMap:
         """Ownership of the first output's gradient."""
-        return self.tags[0]
+        return self.owner_maps[0]
 
     def tensor(self, name: str) -> Tensor:
         """Saved tensor of this name, half precision converted to float32."""
@@ -75,7 +75,7 @@ class Use:
         """
         layouts = self._operand.layouts
         if row_dims not in layouts:
-            layouts[row_dims] = self.tag.rows(tuple(self.gradients[0].shape), row_dims)
+            layouts[row_dims] = self.owner_map.rows(tuple(self.gradients[0].shape), row_dims)
         rows: RowGather | None = layouts[row_dims]
         return rows
 
@@ -84,8 +84,10 @@ class Use:
         layouts = self._operand.layouts
         if (dims, row_dims) not in layouts:
             shape = tuple(self.gradients[0].shape)
-            tag = permuted(self.tag, shape, dims)
-            layouts[dims, row_dims] = None if tag is None else tag.rows(tuple(shape[d] for d in dims), row_dims)
+            owner_map = permute(self.owner_map, shape, dims)
+            layouts[dims, row_dims] = (
+                None if owner_map is None else owner_map.rows(tuple(shape[d] for d in dims), row_dims)
+            )
         rows: RowGather | None = layouts[dims, row_dims]
         return rows
 
@@ -93,7 +95,7 @@ class Use:
         """Division of a tensor of this shape, in the layout of the first output's gradient, into samples."""
         layouts = self._operand.layouts
         if (shape, aligned) not in layouts:
-            layouts[shape, aligned] = _sample_split(self.tag, shape, aligned)
+            layouts[shape, aligned] = _sample_split(self.owner_map, shape, aligned)
         split: SampleSplit | None = layouts[shape, aligned]
         return split
 
@@ -101,9 +103,9 @@ class Use:
 class Rule(NamedTuple):
     """Function that converts a use to per-sample gradients, or returns None for a use that it does not support."""
 
-    form: Callable[[Use], PerSampleGrad | None]
+    grad: Callable[[Use], PerSampleGrad | None]
     reads: tuple[str, ...] = ()  # names of the saved tensors it needs
-    factors: Callable[[Use], PerSampleGrad | None] | None = None  # as `form`, in factors also if rows are smaller
+    factors: Callable[[Use], PerSampleGrad | None] | None = None  # as `grad`, in factors also if rows are smaller
 
 
 class OperandRule(NamedTuple):
@@ -129,8 +131,8 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
         return None
     target = use.shape if shape is None else shape
     aligned = (1,) * (values.dim() - len(target)) + target
-    if isinstance(use.tag, Irregular):
-        return _sum_gathered(use, use.tag, values, aligned)
+    if isinstance(use.owner_map, Irregular):
+        return _sum_gathered(use, use.owner_map, values, aligned)
     split = use.sample_split(tuple(values.shape), aligned)
     if split is None:
         return None
@@ -163,27 +165,27 @@ class SampleSplit(NamedTuple):
     summed: tuple[int, ...]  # dims along which the operand was broadcast
 
 
-def _sample_split(tag: Tag, shape: tuple[int, ...], aligned: tuple[int, ...]) -> SampleSplit | None:
+def _sample_split(owner_map: OwnerMap, shape: tuple[int, ...], aligned: tuple[int, ...]) -> SampleSplit | None:
     """Steps for a tensor of this shape and an operand of shape `aligned`; None if a sample is not a block of a dim."""
-    assert isinstance(tag, Regular)
-    place = locate(tag.inner, shape, tag.samples)
+    assert isinstance(owner_map, Regular)
+    place = locate(owner_map.inner, shape, owner_map.samples)
     if place is None or aligned[place.dim] != 1:
         return None
     dim, post = place
     assert isinstance(post, int)
-    groups = shape[dim] // (tag.samples * post)
-    divided = None if dim == 0 and groups == 1 else (*shape[:dim], groups, tag.samples, post, *shape[dim + 1 :])
-    by_sample = (tag.samples, *shape[:dim], groups * post, *shape[dim + 1 :])
+    groups = shape[dim] // (owner_map.samples * post)
+    divided = None if dim == 0 and groups == 1 else (*shape[:dim], groups, owner_map.samples, post, *shape[dim + 1 :])
+    by_sample = (owner_map.samples, *shape[:dim], groups * post, *shape[dim + 1 :])
     summed = tuple(d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample[d + 1] != 1)
     return SampleSplit(divided, dim + 1, by_sample, summed)
 
 
-def _sum_gathered(use: Use, tag: Irregular, values: Tensor, aligned: tuple[int, ...]) -> DenseGrad | None:
+def _sum_gathered(use: Use, owner_map: Irregular, values: Tensor, aligned: tuple[int, ...]) -> DenseGrad | None:
     row_dims = next((d for d, size in enumerate(aligned) if size != 1), len(aligned))
-    rows = tag.rows(tuple(values.shape), row_dims)
+    rows = owner_map.rows(tuple(values.shape), row_dims)
     if rows is None or row_dims == 0:
         return None
     gathered = rows.gather(values.flatten(0, row_dims - 1))
-    by_sample = gathered.reshape(tag.samples, -1, *(1,) * (row_dims - 1), *values.shape[row_dims:])
+    by_sample = gathered.reshape(owner_map.samples, -1, *(1,) * (row_dims - 1), *values.shape[row_dims:])
     dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample.shape[d + 1] != 1]
     return _summed_over(use, by_sample, sorted({1, *dims}))

@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import EdgeKey, Graph, Node
+from samplewise.engine.deferred_checks import is_traced
+from samplewise.engine.graph.graph import EdgeKey, Graph, Node
 from samplewise.parallel.sharded_parameters import harmless_hooks
 
 Hooks = list[Callable[..., Any]]
 
-_own_hooks = 0
+_engine_hooks = 0
 _forward_hooks = 0
 _counted = 0  # hooks with smaller numbers have been counted, as foreign or not
 _counting = threading.Lock()
@@ -45,7 +45,7 @@ def foreign_hooks() -> int:
     global _counted
     with _counting:
         _counted = RemovableHandle.next_id
-        return _counted - _own_hooks - _forward_hooks - harmless_hooks.registered
+        return _counted - _engine_hooks - _forward_hooks - harmless_hooks.registered
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class HookPlaces:
 NO_HOOKS = HookPlaces()
 
 
-class KnownHooks(NamedTuple):
+class HookScan(NamedTuple):
     """Where a graph has hooks, as long as no others are registered."""
 
     next_id: int  # number of the next hook of the process
@@ -93,14 +93,14 @@ def hook_places(graph: Graph) -> HookPlaces | None:
     next_id = RemovableHandle.next_id
     if graph.hooks is None or graph.hooks.next_id != next_id:  # hooks were registered since the last call
         count = foreign_hooks()
-        if not _is_older(graph, count):
-            graph.hooks = KnownHooks(next_id, count, NO_HOOKS)
+        if not _may_be_older(graph, count):
+            graph.hooks = HookScan(next_id, count, NO_HOOKS)
         elif graph.hooks is not None and graph.hooks.foreign == count:  # by the engine
             graph.hooks = graph.hooks._replace(next_id=next_id)
         else:
             places = _find_hooks(graph)  # registers hooks itself
-            graph.hooks = KnownHooks(RemovableHandle.next_id, count, places)
-    known: KnownHooks = graph.hooks
+            graph.hooks = HookScan(RemovableHandle.next_id, count, places)
+    known: HookScan = graph.hooks
     return known.places
 
 
@@ -162,11 +162,11 @@ def node_hooks(graph: Graph, nodes: Iterable[int]) -> tuple[dict[int, Hooks], di
     nodes = list(nodes)
     before = [graph.nodes[at].register_prehook(_no_hook) for at in nodes]
     after = [graph.nodes[at].register_hook(_no_hook) for at in nodes]
-    with removed_afterwards([*before, *after]):
-        return _others(nodes, before), _others(nodes, after)
+    with remove_afterwards([*before, *after]):
+        return _other_hooks(nodes, before), _other_hooks(nodes, after)
 
 
-def _others(nodes: Sequence[int], handles: Sequence[RemovableHandle]) -> dict[int, Hooks]:
+def _other_hooks(nodes: Sequence[int], handles: Sequence[RemovableHandle]) -> dict[int, Hooks]:
     """Hooks that are registered next to these, where there are any."""
     found: dict[int, Hooks] = {}
     for at, handle in zip(nodes, handles, strict=True):
@@ -198,7 +198,7 @@ def note_hooks(modules: Iterable[nn.Module]) -> None:
     _last_seen.next_id = next_id
 
 
-def _is_older(graph: Graph, count: int) -> bool:
+def _may_be_older(graph: Graph, count: int) -> bool:
     """True if the graph may be older than the last of `count` foreign hooks."""
     _note(count)
     return count > 0 and graph.first_sequence_number < _last_seen.sequence
@@ -241,10 +241,10 @@ def leave_out_forward_hooks(modules: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def removed_afterwards(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+def remove_afterwards(handles: Sequence[RemovableHandle]) -> Iterator[None]:
     """Context manager: removes these hooks of the engine on exit, and does not count them as foreign."""
-    global _own_hooks
-    _own_hooks += len(handles)
+    global _engine_hooks
+    _engine_hooks += len(handles)
     try:
         yield
     finally:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.backward import backward_past, backward_to_leaves
-from samplewise.engine.checks import is_traced
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad, term_norms
 from samplewise.engine.grads.by_rows import random_signs
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.indexed import VIEWS
-from samplewise.engine.graph import Edge, EdgeKey, Graph
-from samplewise.engine.linearity import NotLinearError, Tolerance, nonlinear_operation
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph
+from samplewise.engine.graph.hook_registry import have_hooks, hook_places
+from samplewise.engine.ownership.linearity import NotLinearError, Tolerance, nonlinear_operation
+from samplewise.engine.ownership.masked_passes import is_deterministic, random_powers
 from samplewise.engine.plan import GradBuilder, Plan
-from samplewise.engine.registered_hooks import have_hooks, hook_places
-from samplewise.engine.separation import is_deterministic, random_powers
 from samplewise.errors import GraphError
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
@@ -60,16 +60,16 @@ def _may_have_hooks_below(plan: Plan, graph: Graph) -> bool:
     if graph.sharded or have_hooks(graph, plan.operands):
         return True
     uses: list[dict[int, EdgeKey]] = [{}]  # several uses of a parameter apart from each other: autograd adds them
-    for planned in (planned for operands in plan.operands.values() for planned in operands):
-        for route, leaf in zip(planned.branch.routes, planned.branch.leaves, strict=True):
-            if planned.branch.entry[0] == leaf or graph.nodes[leaf].variable._backward_hooks:
+    for operand_plan in (operand_plan for operands in plan.operands.values() for operand_plan in operands):
+        for route, leaf in zip(operand_plan.branch.routes, operand_plan.branch.leaves, strict=True):
+            if operand_plan.branch.entry[0] == leaf or graph.nodes[leaf].variable._backward_hooks:
                 continue
             if route.changing is None or not set(route.changing) <= VIEWS:
                 return True
             free = next((one for one in uses if leaf not in one), None)
             if free is None:
                 uses.append(free := {})
-            free[leaf] = planned.branch.entry
+            free[leaf] = operand_plan.branch.entry
     constant = CONSTANTS[int(torch.randint(len(CONSTANTS), (), generator=_generator))]
     return any(_is_changed(graph, entries, constant) for entries in uses if entries)
 
@@ -103,11 +103,11 @@ def _compare(plan: Plan, graph: Graph) -> None:
     sizes: dict[str, float] = {}
     every = torch.arange(graph.samples, device=graph.losses.device)
 
-    def measure(form: PerSampleGrad, name: str) -> None:
+    def measure(grad: PerSampleGrad, name: str) -> None:
         # Rows of operations without a rule are computed one by one; a hook may act on their sum in another way.
-        total = by_rows.sum(form, weights) if isinstance(form, RowwiseGrad) else form.sum(weights)
+        total = by_rows.sum(grad, weights) if isinstance(grad, RowwiseGrad) else grad.sum(weights)
         sums[name] = _shown(graph, name, total)
-        sizes[name] = float((form.faint_norms(every) * weights).sum())
+        sizes[name] = float((grad.underflowed_norms(every) * weights).sum())
 
     with torch.no_grad():
         backward_past(graph, plan.stops, GradBuilder(plan, graph, measure, differentiable=False, keep=False).add)
@@ -134,9 +134,9 @@ def _rounding_errors(plan: Plan, graph: Graph, weights: Tensor, parameter: str) 
     """
     found: list[float] = []
 
-    def measure(form: PerSampleGrad, name: str) -> None:
+    def measure(grad: PerSampleGrad, name: str) -> None:
         if name == parameter:
-            found.append(float((term_norms(form).double() * weights).sum()))
+            found.append(float((term_norms(grad).double() * weights).sum()))
 
     graph.tracks_terms, before = True, graph.tracks_terms
     with torch.no_grad():
@@ -163,10 +163,10 @@ def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
     names = [name for leaf, name in graph.leaves.items() if not leaf.variable._backward_hooks]
     gradients: dict[str, Tensor] = {}
 
-    def arrived(name: str, gradient: Tensor) -> None:
+    def receive(name: str, gradient: Tensor) -> None:
         gradients[name] = _shown(graph, name, gradient)
 
-    backward_to_leaves(graph, names, weights, arrived)
+    backward_to_leaves(graph, names, weights, receive)
     return gradients
 
 

@@ -14,22 +14,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node
-from samplewise.engine.independence import (
+from samplewise.engine.deferred_checks import is_traced
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
+from samplewise.engine.graph.structure import once
+from samplewise.engine.ownership.independence import (
     Constants,
     data_entries,
     may_refuse,
     refuse_sample_data,
     sample_data,
 )
-from samplewise.engine.linearity import NotLinearError, check_linear
-from samplewise.engine.local_probe import Claim
-from samplewise.engine.ownership import is_plain, owners, views_of_leaves
-from samplewise.engine.probe import MIXED, probe
-from samplewise.engine.structure import once
-from samplewise.engine.tags import Tag, sequences_of, tag_of
-from samplewise.engine.verify import verify
+from samplewise.engine.ownership.linearity import NotLinearError, check_linear
+from samplewise.engine.ownership.local_probe import Claim
+from samplewise.engine.ownership.owner_map import OwnerMap, owner_map_of, sequences_of
+from samplewise.engine.ownership.ownership import is_plain, owners, views_of_leaves
+from samplewise.engine.ownership.probe import MIXED, probe
+from samplewise.engine.ownership.verify import verify
 from samplewise.errors import GraphError, NonFiniteGradientError
 
 
@@ -42,16 +42,16 @@ class Cause(NamedTuple):
 
 @dataclass
 class Cut:
-    """Operands at the cut, with the sample ownership (tag) of the gradients that arrive there."""
+    """Operands at the cut, with the sample ownership of the gradients that arrive there."""
 
     operands: list[tuple[Node, int]]  # clean node, position of the operand
     side: set[Node]  # the parameter side, without the parameters themselves
-    tags: dict[Edge, Tag]  # ownership of the clean nodes' output gradients
+    owner_maps: dict[Edge, OwnerMap]  # ownership of the clean nodes' output gradients
     gradients: dict[Edge, Tensor]  # gradients of losses.sum() that a probe has already computed
     pending: set[Edge]  # edges whose proof is not verified yet, because their gradients were zero (see `verify`)
     proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
-    owners: dict[EdgeKey, Tag] = field(default_factory=dict)  # of all derived ownership, also above the cut
+    owners: dict[EdgeKey, OwnerMap] = field(default_factory=dict)  # of all derived ownership, also above the cut
     # What derived ownership depends on, see `Ownership`.
     claims: list[Claim] = field(default_factory=list)
     functions: list[Claim] = field(default_factory=list)
@@ -127,15 +127,15 @@ def _boundary(graph: Graph, clean: Iterable[Node]) -> list[tuple[Node, int]]:
     return operands
 
 
-def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
+def _along_samples(graph: Graph, owner_maps: Mapping[Edge, OwnerMap]) -> set[Node]:
     """Fused recurrent layers in which one sequence contains several samples, so a state depends on earlier samples.
 
     The gradient that arrives at such a layer is clean; the samples are mixed inside the kernel.
     """
     layers = set()
-    for edge, tag in tags.items():
+    for edge, owner_map in owner_maps.items():
         is_sequence = graph.operations[edge.node] == "MkldnnRnnLayer" and edge.slot == 0
-        if is_sequence and graph.samples > 1 and sequences_of(tag, edge.shape) is None:
+        if is_sequence and graph.samples > 1 and sequences_of(owner_map, edge.shape) is None:
             layers.add(edge.node)
     return layers
 
@@ -154,14 +154,14 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
     except NotLinearError as error:
         return Cause(f"the backward of {error.operation} is not linear")
     reach = graph.reach
-    clean = tuple([at for at in reach.nodes if all((at, slot) in ownership.tags for slot in reach.slots[at])])
+    clean = tuple([at for at in reach.nodes if all((at, slot) in ownership.owner_maps for slot in reach.slots[at])])
     if clean[:1] != (0,):
         return Cause(f"{graph.operations[graph.root.node]}, which computes the losses, mixes samples", graph.root.node)
     boundary = once(graph.structure.results, (Boundary, clean), partial(Boundary.of, graph, clean))
     operands = [(graph.nodes[at], position) for at, position in boundary.operands]
     side = {graph.nodes[at] for at in boundary.side}
-    tags = {graph.edge(key): ownership.tags[key] for key in boundary.edges}
-    layers = _along_samples(graph, tags)
+    owner_maps = {graph.edge(key): ownership.owner_maps[key] for key in boundary.edges}
+    layers = _along_samples(graph, owner_maps)
     entries = data_entries(graph, side | layers) if layers else boundary.entries
     # With "allow" only the rows of the Jacobian count, which are the same whether samples interact or not.
     asks = interacting == "refuse" or is_traced(graph.losses)
@@ -169,7 +169,7 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
     if data and (may_refuse(data) or is_traced(graph.losses)):
         mixing = data[0][0]
         return Cause(f"{graph.operations[mixing]} combines sample data with gradients of several samples", mixing)
-    pending = verify(graph, tags, ownership.derivation)
+    pending = verify(graph, owner_maps, ownership.derivation)
     if pending is None:
         return Cause("ownership derived from shapes does not hold in a backward pass")
     if data and set(probed_cut(graph, constants, interacting).operands) != set(operands):  # which warns of integers
@@ -177,12 +177,12 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
     return Cut(
         operands,
         side,
-        tags,
+        owner_maps,
         {},
         pending,
         True,
         entries,
-        owners=ownership.tags,
+        owners=ownership.owner_maps,
         claims=ownership.claims,
         functions=ownership.functions,
         by_data=ownership.by_data,
@@ -211,7 +211,7 @@ class _Search:
     graph: Graph
     clean: set[Node] = field(default_factory=set)
     mixed: set[Node] = field(default_factory=set)
-    tags: dict[Edge, Tag] = field(default_factory=dict)
+    owner_maps: dict[Edge, OwnerMap] = field(default_factory=dict)
     gradients: dict[Edge, Tensor] = field(default_factory=dict)
     owners: dict[Edge, Tensor] = field(default_factory=dict)  # of probed edges, also of those not needed so far
 
@@ -230,10 +230,10 @@ class _Search:
             at for at, node in enumerate(self.graph.nodes) if node in decided and self._edges(node)[0] in self.owners
         ]
         operands = [(n, p) for n, p in _boundary(self.graph, self.clean) if self._leads_outside(n, p)]
-        tags = {e: self.tags[e] for e in _edges(self.graph, operands)}
-        gradients = {e: g for e, g in self.gradients.items() if e in tags}
-        entries = data_entries(self.graph, self.mixed | _along_samples(self.graph, tags))
-        return Cut(operands, self.mixed, tags, gradients, set(), False, entries)
+        owner_maps = {e: self.owner_maps[e] for e in _edges(self.graph, operands)}
+        gradients = {e: g for e, g in self.gradients.items() if e in owner_maps}
+        entries = data_entries(self.graph, self.mixed | _along_samples(self.graph, owner_maps))
+        return Cut(operands, self.mixed, owner_maps, gradients, set(), False, entries)
 
     def _edges(self, node: Node) -> list[Edge]:
         return [Edge(node, slot) for slot in self.graph.used_slots(node)]
@@ -288,7 +288,7 @@ class _Search:
             if (self.owners[edge] == MIXED).any():
                 self.mixed.add(edge.node)
             else:
-                self.tags[edge] = tag_of(self.owners[edge], self.graph.samples)
+                self.owner_maps[edge] = owner_map_of(self.owners[edge], self.graph.samples)
         self.clean -= self.mixed
 
     def _spread_mixing(self) -> bool:

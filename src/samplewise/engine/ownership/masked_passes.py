@@ -15,7 +15,7 @@ from itertools import combinations, islice
 import torch
 from torch import Tensor
 
-from samplewise.engine.graph import Graph
+from samplewise.engine.graph.graph import Graph
 
 # Passes that measure the rounding noise; the larger number if the smaller one does not explain a difference.
 REPEATS = (1, 8)

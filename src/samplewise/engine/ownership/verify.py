@@ -5,7 +5,7 @@ powers of two that differ between any two samples in at least one pass. Scaling 
 of absolute values over the block of a sample must be multiplied by exactly the power of that sample.
 
 Where sums are not deterministic, as on GPUs, this holds up to rounding. There some samples have weight 0 in each pass,
-and their blocks must be exactly 0: see `separation`.
+and their blocks must be exactly 0: see `masked_passes`.
 
 Blocks that are zero or non-finite verify nothing. An edge at which fewer than two samples had a non-zero, finite block
 stays *pending*, and is verified again when a later pass has a non-zero gradient there. While a gradient is zero, any
@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
-from samplewise.engine.graph import Edge, EdgeKey, Graph, numel
-from samplewise.engine.linearity import check_linear
-from samplewise.engine.registered_hooks import hook_places, may_have_hooks
-from samplewise.engine.separation import (
+from samplewise.engine.backward import backward_past, gradients_at
+from samplewise.engine.backward_segments import Stops, stops_at
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, numel
+from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
+from samplewise.engine.ownership.linearity import check_linear
+from samplewise.engine.ownership.masked_passes import (
     REPEATS,
     WIDE,
     distinct_powers,
@@ -34,7 +35,7 @@ from samplewise.engine.separation import (
     switched_weights,
     switches,
 )
-from samplewise.engine.tags import Tag
+from samplewise.engine.ownership.owner_map import OwnerMap
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
 FEW = 32  # up to this number of samples, each is seen alone where the first hooks of a graph structure are verified
@@ -58,22 +59,24 @@ class _Record:
 _records: dict[int, _Record] = {}
 
 
-def verify(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> set[Edge] | None:
+def verify(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: int) -> set[Edge] | None:
     """Verify ownership, or use the cached result of graphs of this structure in which it was derived in the same way,
     with these or other sizes. Return the pending edges; None if the ownership does not hold.
     """
-    record = _records.get(_key(graph, tags, derivation))
+    record = _records.get(_key(graph, owner_maps, derivation))
     if record is None:
-        return verify_again(graph, tags, derivation)
-    return _pending(graph, tags, record)
+        return verify_again(graph, owner_maps, derivation)
+    return _pending(graph, owner_maps, record)
 
 
-def verify_again(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> set[Edge] | None:
+def verify_again(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: int) -> set[Edge] | None:
     """As `verify`, but always run the backward passes."""
-    key = _key(graph, tags, derivation)
+    key = _key(graph, owner_maps, derivation)
     former = _records.get(key)
     seen = dict(former.seen) if former is not None and former.holds else {}
-    filled = {edge: tag for edge, tag in tags.items() if numel(edge.shape)}  # of no elements, any ownership holds
+    filled = {
+        edge: owner_map for edge, owner_map in owner_maps.items() if numel(edge.shape)
+    }  # of no elements, any ownership holds
     nonzero = _compare(graph, filled)
     if nonzero is None and not is_deterministic(graph):
         nonzero = _compare(graph, filled, repeats=max(REPEATS))
@@ -84,13 +87,13 @@ def verify_again(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> set
         if len(_records) >= MOST_REMEMBERED:
             _records.clear()
         _records[key] = record
-    return _pending(graph, tags, record)
+    return _pending(graph, owner_maps, record)
 
 
 def follows_weights(
     graph: Graph,
     stops: Stops,
-    tags: Mapping[Edge, Tag],
+    owner_maps: Mapping[Edge, OwnerMap],
     derivation: int,
     plain: Mapping[Edge, Tensor] | None = None,
 ) -> bool:
@@ -98,21 +101,24 @@ def follows_weights(
     pass without weights, if there was one. In each graph with hooks: they may do something else than before.
     """
     if plain is None:
-        plain = _block_sums(graph, tags, torch.ones_like(graph.losses), stops)
-    record = _records.get(_key(graph, tags, derivation))
+        plain = _block_sums(graph, owner_maps, torch.ones_like(graph.losses), stops)
+    record = _records.get(_key(graph, owner_maps, derivation))
     keys = _hook_keys(graph)
     if record is None or not keys <= record.hooked:
         # A hook that compares samples may do the same to them with all weights. Once per structure: this is slow.
-        if _compare(graph, {edge: tags[edge] for edge in plain if numel(edge.shape)}, max(REPEATS), apart=True) is None:
+        if (
+            _compare(graph, {edge: owner_maps[edge] for edge in plain if numel(edge.shape)}, max(REPEATS), apart=True)
+            is None
+        ):
             return False
         if record is not None:
             record.hooked |= keys
     if not is_deterministic(graph):  # differences between passes count as rounding there
-        check_linear(graph, list(tags), gradients_at(graph, list(tags)))
+        check_linear(graph, list(owner_maps), gradients_at(graph, list(owner_maps)))
     if is_float16(graph) or not is_deterministic(graph):  # these need several passes
-        return verify_again(graph, tags, derivation) is not None
+        return verify_again(graph, owner_maps, derivation) is not None
     (powers,) = distinct_powers(graph, _relative_sizes(graph, plain), base=WIDE, digits=1)
-    coded = _block_sums(graph, tags, powers.to(graph.losses.dtype), stops)
+    coded = _block_sums(graph, owner_maps, powers.to(graph.losses.dtype), stops)
     sums = torch.stack(list(plain.values()))
     scaled = _stacked(coded, plain)
     tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
@@ -121,9 +127,9 @@ def follows_weights(
     return bool((near | ~(sums.isfinite() & scaled.isfinite())).all())
 
 
-def has_verified_hooks(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> bool:
+def has_verified_hooks(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: int) -> bool:
     """True if `follows_weights` was True for an earlier graph with hooks at the same places."""
-    record = _records.get(_key(graph, tags, derivation))
+    record = _records.get(_key(graph, owner_maps, derivation))
     return record is not None and _hook_keys(graph) <= record.hooked
 
 
@@ -132,31 +138,31 @@ def _hook_keys(graph: Graph) -> frozenset[object]:
     return places.keys if places is not None and places.keys else frozenset([None])  # None: anywhere
 
 
-def _pending(graph: Graph, tags: Mapping[Edge, Tag], record: _Record) -> set[Edge] | None:
+def _pending(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], record: _Record) -> set[Edge] | None:
     if not record.holds:
         return None
     if not record.pending:
         return set()
-    return {edge for edge in tags if graph.key(edge) in record.pending}
+    return {edge for edge in owner_maps if graph.key(edge) in record.pending}
 
 
-def _key(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> int:
-    return hash((graph.structure.hash, derivation, tuple(map(graph.key, tags))))
+def _key(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: int) -> int:
+    return hash((graph.structure.hash, derivation, tuple(map(graph.key, owner_maps))))
 
 
 def _compare(
-    graph: Graph, tags: Mapping[Edge, Tag], repeats: int = min(REPEATS), apart: bool = False
+    graph: Graph, owner_maps: Mapping[Edge, OwnerMap], repeats: int = min(REPEATS), apart: bool = False
 ) -> dict[Edge, set[int]] | None:
     """Up to ENOUGH samples with a non-zero, finite block at each edge; None if a block belongs to another sample.
 
     apart: with passes of one sample each, or of half of the samples if they are many.
     """
-    if not tags:
+    if not owner_maps:
         return {}
-    plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
+    plain = _block_sums(graph, owner_maps, torch.ones_like(graph.losses))
     if not plain:
         return {}
-    tolerances = torch.stack(list(_tolerances(graph, tags, plain, repeats).values()))
+    tolerances = torch.stack(list(_tolerances(graph, owner_maps, plain, repeats).values()))
     sums = torch.stack(list(plain.values()))
     tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
     nonzero = sums.isfinite() & (sums > tiny)
@@ -166,7 +172,7 @@ def _compare(
         sizes = _relative_sizes(graph, plain)
         passes = distinct_powers(graph, sizes) if is_deterministic(graph) else switched_weights(graph)
     for powers in passes:
-        scaled = _stacked(_block_sums(graph, tags, powers.to(graph.losses.dtype)), plain)
+        scaled = _stacked(_block_sums(graph, owner_maps, powers.to(graph.losses.dtype)), plain)
         finite = sums.isfinite() & scaled.isfinite()
         near = (scaled - sums * powers).abs() <= tiny + tolerances * powers
         if not (near | ~finite).all():
@@ -193,11 +199,13 @@ def _relative(edge: Edge) -> float:
     return 1e-12 if edge.dtype in (torch.float64, torch.complex128) else 1e-6
 
 
-def _tolerances(graph: Graph, tags: Mapping[Edge, Tag], plain: dict[Edge, Tensor], repeats: int) -> dict[Edge, Tensor]:
+def _tolerances(
+    graph: Graph, owner_maps: Mapping[Edge, OwnerMap], plain: dict[Edge, Tensor], repeats: int
+) -> dict[Edge, Tensor]:
     """Tolerance of each block sum."""
     if is_deterministic(graph):
         return {edge: sums * _relative(edge) for edge, sums in plain.items()}
-    again = [_block_sums(graph, tags, torch.ones_like(graph.losses)) for _ in range(repeats)]
+    again = [_block_sums(graph, owner_maps, torch.ones_like(graph.losses)) for _ in range(repeats)]
     return {edge: rounding(graph, sums, [a.get(edge, sums) - sums for a in again]) for edge, sums in plain.items()}
 
 
@@ -213,16 +221,16 @@ def _apart(graph: Graph) -> Iterable[Tensor]:
 
 
 def _block_sums(
-    graph: Graph, tags: Mapping[Edge, Tag], weights: Tensor, stops: Stops | None = None
+    graph: Graph, owner_maps: Mapping[Edge, OwnerMap], weights: Tensor, stops: Stops | None = None
 ) -> dict[Edge, Tensor]:
     """Sum of absolute values over the block of each sample, (b,) in float64, for each edge that gets a gradient."""
     sums: dict[Edge, Tensor] = {}
 
-    def arrived(stop: int, gradients: dict[int, Tensor]) -> None:
+    def receive(stop: int, gradients: dict[int, Tensor]) -> None:
         for slot, gradient in gradients.items():
             edge = graph.edge((stop, slot))
-            if edge in tags:
-                sums[edge] = tags[edge].sizes(gradient.detach())
+            if edge in owner_maps:
+                sums[edge] = owner_maps[edge].sizes(gradient.detach())
 
-    backward_past(graph, stops or stops_at(graph, [edge.node for edge in tags]), arrived, weights)
+    backward_past(graph, stops or stops_at(graph, [edge.node for edge in owner_maps]), receive, weights)
     return sums

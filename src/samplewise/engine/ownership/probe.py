@@ -36,9 +36,15 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.backward import gradients_at
-from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.linearity import NotLinearError, Tolerance, check_linear, may_be_nonlinear, nonlinear_operation
-from samplewise.engine.separation import (
+from samplewise.engine.graph.graph import Edge, Graph
+from samplewise.engine.ownership.linearity import (
+    NotLinearError,
+    Tolerance,
+    check_linear,
+    may_be_nonlinear,
+    nonlinear_operation,
+)
+from samplewise.engine.ownership.masked_passes import (
     REPEATS,
     is_deterministic,
     passes_needed,
@@ -157,17 +163,17 @@ def _by_codes(passes: Passes, plain: list[Tensor], codes: Codes) -> list[Tensor]
     sizes = torch.stack([_sizes(o, p, graph.samples) for o, p in zip(owners, plain, strict=True)])
     relative = sizes / sizes.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     for _ in range(BALANCED_PASSES):
-        balanced = _balanced(relative, codes)
+        balanced = _balance_weights(relative, codes)
         checked = passes.run(balanced.to(graph.losses.dtype))
         if not _finite(checked):
             return None
-        owners = [_verified(o, p, c, balanced, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
+        owners = [_verify_owners(o, p, c, balanced, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
     for on in _switches(relative):
         switched = passes.run(on.to(graph.losses.dtype))
-        owners = [_switched(o, p, k, on) for o, p, k in zip(owners, plain, switched, strict=True)]
+        owners = [_check_switched(o, p, k, on) for o, p, k in zip(owners, plain, switched, strict=True)]
     # Elements that are too small for ratios count where they are not small beside the others of some sample.
     for at, p in enumerate(plain):
-        if (sizes[at] < _faint(p, codes) / torch.finfo(p.dtype).eps).any():
+        if (sizes[at] < _denormal_limit(p, codes) / torch.finfo(p.dtype).eps).any():
             owners[at] = torch.where(owners[at] == UNKNOWN, MIXED, owners[at])
     return owners
 
@@ -197,7 +203,7 @@ def _by_switches(passes: Passes, plain: list[Tensor], owners: list[Tensor]) -> l
         number = _owner_of(nonzero[at], plain[at], graph.samples)
         owner = torch.where(number >= 0, samples[number.clamp_min(0)], torch.where(number == NO_OWNER, number, MIXED))
         owners[at] = torch.where(elements, owner, owners[at])
-        owners[at] = _unchanged(owners[at], plain[at], changes[at], tolerance, graph.samples)
+        owners[at] = _mark_changed(owners[at], plain[at], changes[at], tolerance, graph.samples)
     if any((elements & (owners[at] >= 0)).any() for at, elements in doubtful.items()):
         passes.check_linear(plain)
         # Contributions that cancel in all of these passes hardly do with other samples switched off. Powers of two as
@@ -207,11 +213,11 @@ def _by_switches(passes: Passes, plain: list[Tensor], owners: list[Tensor]) -> l
             switched = passes.run(on, doubtful)
             for at, g in zip(doubtful, switched, strict=True):
                 change = (g - plain[at] * on[owners[at].clamp_min(0)]).abs()
-                owners[at] = _unchanged(owners[at], plain[at], change, tolerance, graph.samples)
+                owners[at] = _mark_changed(owners[at], plain[at], change, tolerance, graph.samples)
     return owners
 
 
-def _unchanged(owner: Tensor, plain: Tensor, change: Tensor, tolerance: Tolerance, samples: int) -> Tensor:
+def _mark_changed(owner: Tensor, plain: Tensor, change: Tensor, tolerance: Tolerance, samples: int) -> Tensor:
     """Owners, with MIXED for elements that change more than by rounding, relative to the largest of the sample; if an
     element had no owner, because it was zero, relative to the largest of all.
     """
@@ -231,7 +237,7 @@ def _sizes(owner: Tensor, plain: Tensor, samples: int) -> Tensor:
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
-def _balanced(sizes: Tensor, codes: Codes) -> Tensor:
+def _balance_weights(sizes: Tensor, codes: Codes) -> Tensor:
     """Powers of two (b,) that cancel the magnitudes `sizes` (edges, b) of the samples, times a random one of 1 to 8."""
     largest = sizes.amax(0)
     exponents = -torch.frexp(torch.where(largest > 0, largest, 2.0**-codes.base)).exponent.long()
@@ -249,7 +255,7 @@ def _powers(codes: Codes, device: torch.device) -> Tensor:
     return torch.tensor(powers, dtype=torch.float64, device=device)
 
 
-def _faint(plain: Tensor, codes: Codes) -> float:
+def _denormal_limit(plain: Tensor, codes: Codes) -> float:
     """Size of elements that may be denormal in a coded pass; 0 in float16, whose denormals are not small."""
     return 0.0 if plain.dtype is torch.float16 else torch.finfo(plain.dtype).tiny * 2.0**-codes.shift
 
@@ -284,14 +290,14 @@ def _digit(plain: Tensor, coded: Tensor, codes: Codes) -> Tensor:
     digit = exponent.long() - 1 - codes.shift
     exact = (mantissa == 0.5) & (digit >= 0) & (digit < codes.base)
     digit = torch.where(exact, digit, MIXED)
-    faint = _faint(plain, codes)
+    faint = _denormal_limit(plain, codes)
     digit = torch.where(
         (plain.abs() < faint) & (coded.abs() < faint * 2.0 ** (codes.shift + codes.base)), UNKNOWN, digit
     )
     return torch.where((plain == 0) & (coded == 0), NO_OWNER, digit)
 
 
-def _verified(owner: Tensor, plain: Tensor, coded: Tensor, weights: Tensor, codes: Codes) -> Tensor:
+def _verify_owners(owner: Tensor, plain: Tensor, coded: Tensor, weights: Tensor, codes: Codes) -> Tensor:
     known = (owner >= 0) & (owner < len(weights))
     weight = weights[owner.clamp(0, len(weights) - 1)]
     plain, coded = _real(plain), _real(coded)
@@ -303,7 +309,7 @@ def _verified(owner: Tensor, plain: Tensor, coded: Tensor, weights: Tensor, code
     good = torch.where(known, near, (owner == UNKNOWN) | ((owner == NO_OWNER) & silent))
     if good.all():
         return owner
-    faint = plain.abs() < _faint(plain, codes)
+    faint = plain.abs() < _denormal_limit(plain, codes)
     faint = faint.all(-1) if is_complex else faint
     return torch.where(good, owner, torch.where(known & faint, UNKNOWN, MIXED))
 
@@ -324,7 +330,7 @@ def _switches(sizes: Tensor) -> list[Tensor]:
     return [sizes.new_tensor([float(k in subset) for subset in chosen]) for k in range(most)]
 
 
-def _switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Tensor:
+def _check_switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Tensor:
     expected = torch.where(on[owner.clamp_min(0)] > 0, plain, 0)
     return torch.where((switched == expected) | (owner == UNKNOWN), owner, MIXED)
 

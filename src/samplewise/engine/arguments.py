@@ -1,69 +1,79 @@
-"""Validation of arguments (losses, parameters, weights, directions) and of results (finite or not)."""
+"""Validation of arguments: losses, parameters, weights, directions, rows."""
 
 from __future__ import annotations
 
-import cmath
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
+from samplewise.engine.deferred_checks import finite_losses, finite_weights
+from samplewise.errors import LossesError, ParameterError
+from samplewise.parallel.ddp import inner
 from samplewise.parallel.sharded_parameters import is_sharded, whole_parameters
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Weights = Tensor | float | Mapping[str, Tensor | float]
 
 
-def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
-    """Return the parameters to differentiate by name; frozen parameters of a module are left out.
+class WantedParameters(NamedTuple):
+    """Parameters to differentiate, by name, and the model that they belong to, if it is known."""
+
+    named: dict[str, Tensor]
+    modules: list[nn.Module]
+    sharded: bool  # whole parameters of a model sharded with `fully_shard`
+
+
+def wanted_parameters(parameters: Parameters) -> WantedParameters:
+    """Parameters as passed to `sw.gradients`. Those of a wrapped model have its own names; frozen ones are left out.
 
     Tensors from an iterable without names are named by their position: "0", "1", ...
     """
-    named = _of_module(parameters) if isinstance(parameters, nn.Module) else _given_parameters(parameters)
+    if isinstance(parameters, nn.Module):
+        model = inner(parameters)
+        sharded = is_sharded(model)
+        all_parameters = whole_parameters(model) if sharded else dict(model.named_parameters())
+        named = {name: p for name, p in all_parameters.items() if p.requires_grad}
+        if not named:
+            raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
+        wanted = WantedParameters(named, [model], sharded)
+    else:
+        wanted = WantedParameters(_named_tensors(parameters), [], sharded=False)
     first: dict[int, str] = {}
-    for name, p in named.items():
+    for name, p in wanted.named.items():
+        # The attributes of an ordinary parameter are read here: a call for each parameter takes longer.
         if not (isinstance(p, nn.Parameter) and p.requires_grad and p.is_floating_point() and p.is_leaf):
             _check_parameter(name, p)
         if first.setdefault(id(p), name) != name:
             raise ParameterError(
                 f"each parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
             )
-    return named
+    return wanted
 
 
-def _of_module(module: nn.Module) -> dict[str, Tensor]:
-    everything = whole_parameters(module) if is_sharded(module) else dict(module.named_parameters())
-    named = {name: p for name, p in everything.items() if p.requires_grad}
-    if not named:
-        raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
-    return named
-
-
-def _given_parameters(parameters: Any) -> dict[str, Tensor]:
+def _named_tensors(parameters: Any) -> dict[str, Tensor]:
     """Parameters from a dict, or from an iterable of tensors or of (name, tensor) pairs."""
     if isinstance(parameters, Mapping):
-        given = list(parameters.items())
+        pairs = list(parameters.items())
     elif isinstance(parameters, Iterable) and not isinstance(parameters, (Tensor, str)):
         items = list(parameters)
         are_pairs = all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items)
-        given = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
+        pairs = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
     else:
         raise ParameterError(
             "parameters must be a module, a dict of named tensors, or an iterable of tensors or of (name, tensor) "
             f"pairs; found {_kind(parameters)}. {_remedy_for(parameters)}"
         )
-    named = dict(given)
+    named = dict(pairs)
     if not named:
         raise ParameterError(
             "parameters must contain at least one tensor; found none. An iterator such as model.parameters() is empty "
             "after its first use: call it again, or pass the model."
         )
-    if len(named) < len(given):
+    if len(named) < len(pairs):
         raise ParameterError("each parameter must have its own name; found a name twice. Rename one of the two.")
     return named
 
@@ -127,17 +137,6 @@ def check_losses(losses: Tensor) -> None:
     finite_losses(losses)
 
 
-def finite_losses(losses: Tensor) -> None:
-    """Raise NonFiniteLossError with the first non-finite sample."""
-    if not all_finite(losses):
-        bad = (~losses.detach().isfinite()).nonzero().flatten().tolist()
-        raise NonFiniteLossError(
-            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
-            f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
-            "Inspect those samples, or leave them out of the batch."
-        )
-
-
 def check_attached(losses: Tensor) -> None:
     """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
@@ -188,7 +187,7 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
     if type(weights) is not bool and isinstance(weights, Real):
         weights = torch.full_like(losses, float(weights), dtype=wide_dtype(losses.dtype), requires_grad=False)
     if not isinstance(weights, Tensor) or weights.shape != losses.shape:
-        found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        found = _shape_or_type(weights)
         raise ParameterError(
             f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
             f"found {found}."
@@ -196,16 +195,6 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
     _check_device(weights, losses.device, what, "losses")
     check(finite_weights, weights, what)
     return weights.view_as(weights) if weights.requires_grad else weights.detach()
-
-
-def finite_weights(weights: Tensor, what: str) -> None:
-    """Raise ParameterError with the first non-finite sample."""
-    if not all_finite(weights):
-        bad = int((~weights.detach().isfinite()).nonzero()[0])
-        raise ParameterError(
-            f"{what} must be finite; found {weights[bad].item()} at sample {bad}. "
-            "Check for a division by a norm that is zero."
-        )
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -223,13 +212,13 @@ def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
     _check_names(direction, list(parameters), "direction")
     for name, p in parameters.items():
         shape = tuple(p.shape)
-        own = direction[name]
-        found = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        tensor = direction[name]
+        found = _shape_or_type(tensor)
         if found != f"shape {shape}":
             raise ParameterError(
                 f"direction[{name!r}] must be a tensor of the parameter's shape {shape}; found {found}."
             )
-        _check_device(own, p.device, f"direction[{name!r}]", "parameter")
+        _check_device(tensor, p.device, f"direction[{name!r}]", "parameter")
 
 
 def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> int:
@@ -238,14 +227,18 @@ def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> int
     first = rows[next(iter(parameters))]
     count = len(first) if isinstance(first, Tensor) and first.dim() else 0
     for name, p in parameters.items():
-        own = rows[name]
-        found = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        tensor = rows[name]
+        found = _shape_or_type(tensor)
         if found != f"shape {(count, *p.shape)}":
             raise ParameterError(
                 f"rows[{name!r}] must be a tensor (n, *shape) like g.full(), here {(count, *p.shape)}; found {found}."
             )
-        _check_device(own, p.device, f"rows[{name!r}]", "parameter")
+        _check_device(tensor, p.device, f"rows[{name!r}]", "parameter")
     return count
+
+
+def _shape_or_type(thing: object) -> str:
+    return f"shape {tuple(thing.shape)}" if isinstance(thing, Tensor) else type(thing).__name__
 
 
 def _check_device(tensor: Tensor, device: torch.device, what: str, like: str) -> None:
@@ -256,77 +249,10 @@ def _check_device(tensor: Tensor, device: torch.device, what: str, like: str) ->
         )
 
 
-def _check_names(given: Mapping[str, object], names: list[str], what: str) -> None:
-    known = set(names)
-    unknown = [n for n in given if n not in known]
-    missing = [n for n in names if n not in given]
+def _check_names(entries: Mapping[str, object], names: list[str], what: str) -> None:
+    expected = set(names)
+    unknown = [n for n in entries if n not in expected]
+    missing = [n for n in names if n not in entries]
     if unknown or missing:
         found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
         raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")
-
-
-LARGE = 1e30  # sums of fewer than 1e8 such values do not overflow in float32
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """True for a tensor without values: its operations are only recorded, to be compiled."""
-    return isinstance(tensor, FakeTensor)
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """True if all elements are finite, or if the tensor is traced: compiled updates check their values themselves."""
-    if isinstance(tensor, FakeTensor):
-        return True
-    # The sum is cheaper to check, but it can overflow when all elements are finite: then check the elements.
-    tensor = tensor.detach()
-    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
-
-
-def finite_numbers(numbers: Tensor, what: str) -> Tensor:
-    """Return `numbers` (b,), or raise NonFiniteGradientError with the first non-finite sample."""
-    if not all_finite(numbers):
-        bad = (~numbers.detach().isfinite()).nonzero().flatten().tolist()
-        raise _non_finite(
-            f"the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples)"
-        )
-    return numbers
-
-
-def finite_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return `tensors` (name -> tensor), or raise NonFiniteGradientError with the first non-finite parameter."""
-    for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise _non_finite(f"NaN or infinity in the gradient of {name!r}")
-    return tensors
-
-
-def _non_finite(found: str) -> NonFiniteGradientError:
-    return NonFiniteGradientError(
-        f"gradients must be finite; found {found} although every loss is finite. "
-        "Check for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
-    )
-
-
-def are_ordinary_norms(norms: Tensor) -> bool:
-    """True if all norms (b,) are large enough that no squares have underflowed, and so small that their sum cannot
-    overflow; always if traced.
-
-    One kernel and one host sync for both checks. In compiled updates a gradient too small to be squared counts as zero.
-    """
-    if isinstance(norms, FakeTensor):
-        return True
-    smallest, largest = torch.aminmax(norms.detach())  # NaN if an element is NaN
-    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < LARGE
-
-
-def are_at_most_one(weights: Tensor) -> bool:
-    """True if no weight (b,) exceeds 1 in magnitude. Causes a host sync; False if traced."""
-    if isinstance(weights, FakeTensor):
-        return False
-    smallest, largest = torch.aminmax(weights.detach())
-    return smallest.item() >= -1 and largest.item() <= 1
-
-
-def faint_limit(dtype: torch.dtype) -> float:
-    """Norm below which squares may have underflowed: 1e-150 in float64, 1e-9 otherwise."""
-    return 1e-150 if dtype is torch.float64 else 1e-9

@@ -13,22 +13,30 @@ from dataclasses import dataclass, field
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel import distributed as ddp
 
-from samplewise.engine.graph import EdgeKey, Graph, Node, is_python_function, numel
-from samplewise.engine.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
-from samplewise.engine.local_probe import COPYING, Claim, probe_node
-from samplewise.engine.probe import NO_OWNER
-from samplewise.engine.saved import block_of, saved_tensor_names
-from samplewise.engine.tags import Irregular, Regular, Tag, merged, owned_by, sole_owner, tag_at
+from samplewise.engine.graph.graph import EdgeKey, Graph, Node, is_python_function, numel
+from samplewise.engine.graph.saved import block_of, saved_tensor_names
+from samplewise.engine.ownership.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
+from samplewise.engine.ownership.local_probe import COPYING, Claim, probe_node
+from samplewise.engine.ownership.owner_map import (
+    Irregular,
+    OwnerMap,
+    Regular,
+    merge_owners,
+    owner_map_at,
+    single_owner,
+    sole_owner,
+)
+from samplewise.engine.ownership.probe import NO_OWNER
 
 
 @dataclass
 class Ownership:
-    """Tags of the gradients that belong to single samples."""
+    """Owner maps of the gradients that belong to single samples."""
 
-    tags: dict[EdgeKey, Tag]
+    owner_maps: dict[EdgeKey, OwnerMap]
     claims: list[Claim] = field(default_factory=list)  # about nodes that were probed
     functions: list[Claim] = field(default_factory=list)  # about Python functions, to be verified during a pass
-    by_data: bool = False  # a tag has an owner for each element: it is used for this graph only
+    by_data: bool = False  # an owner map has an owner for each element: it is used for this graph only
     recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
     probed: bool = False  # a node was probed
     exact: bool = False  # zeros of probed nodes have no owner
@@ -49,7 +57,7 @@ def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
     nodes.
     """
     ownership = Ownership({(0, graph.root.slot): Regular(graph.samples, 1)}, exact=exact)
-    tags = ownership.tags
+    owner_maps = ownership.owner_maps
     conflicts: set[EdgeKey] = set()
     reach = graph.reach
     side = {*views_of_leaves(graph), *graph.structure.leaves}
@@ -57,70 +65,78 @@ def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
         if at in side:
             continue
         children = reach.operands[at]
-        arriving = {slot: tag for slot in reach.slots[at] if (tag := tags.get((at, slot))) is not None}
+        arriving = {
+            slot: owner_map for slot in reach.slots[at] if (owner_map := owner_maps.get((at, slot))) is not None
+        }
         if len(arriving) < len(reach.slots[at]):
             # Samples are mixed in a part of what arrives, so they may be in all operands.
             for child in children:
                 if child is not None:
                     conflicts.add(child)
-                    tags.pop(child, None)
+                    owner_maps.pop(child, None)
             continue
-        moved = _moved(graph, at, arriving, children, side, ownership, probes)
-        for child, tag in zip(children, moved, strict=True):
+        operand_maps = _move_through(graph, at, arriving, children, side, ownership, probes)
+        for child, owner_map in zip(children, operand_maps, strict=True):
             if child is None or child in conflicts:
                 continue
-            if child in tags:
-                both = (tags[child], tag)
-                tag = merged(*both, graph.sizes.shapes[child])
-                ownership.contradicted |= tag is None and None not in both and ownership.probed
-            if tag is None:
+            if child in owner_maps:
+                both = (owner_maps[child], owner_map)
+                owner_map = merge_owners(*both, graph.sizes.shapes[child])
+                ownership.contradicted |= owner_map is None and None not in both and ownership.probed
+            if owner_map is None:
                 conflicts.add(child)
-                tags.pop(child, None)
+                owner_maps.pop(child, None)
             else:
-                tags[child] = tag
+                owner_maps[child] = owner_map
         if ownership.contradicted and not exact:
             return owners(graph, probes, exact=True)
     for leaf in side:
         for slot in reach.slots[leaf]:
-            tags.pop((leaf, slot), None)
+            owner_maps.pop((leaf, slot), None)
     return ownership
 
 
-def _moved(
+def _move_through(
     graph: Graph,
     at: int,
-    tags: dict[int, Tag],
+    owner_maps: dict[int, OwnerMap],
     children: tuple[EdgeKey | None, ...],
     side: set[int],
     ownership: Ownership,
     probes: bool,
-) -> list[Tag | None]:
-    """Tag of the gradient of each operand of the node at position `at`, for gradients of its outputs with these tags;
-    None if samples are mixed.
+) -> list[OwnerMap | None]:
+    """Owner map of the gradient of each operand of the node at position `at`, for gradients of its outputs with these
+    owner maps; None if samples are mixed.
     """
     node = graph.nodes[at]
     is_function = graph.structure.records[at].kind is None
     if is_function and is_identity(node, graph.sharded):
-        passes_all = all(child is None or position in tags for position, child in enumerate(children))
+        passes_all = all(child is None or position in owner_maps for position, child in enumerate(children))
         if passes_all:
-            return [tags.get(position) for position in range(len(children))]
-    if not is_function and all(isinstance(tag, Irregular) and not tag.owner.numel() for tag in tags.values()):
-        return [owned_by(NO_OWNER, graph.edge(child), graph.samples) if child else None for child in children]  # zeros
-    soles = {sole_owner(tag) for tag in tags.values()}
+            return [owner_maps.get(position) for position in range(len(children))]
+    if not is_function and all(
+        isinstance(owner_map, Irregular) and not owner_map.owner.numel() for owner_map in owner_maps.values()
+    ):
+        return [
+            single_owner(NO_OWNER, graph.edge(child), graph.samples) if child else None for child in children
+        ]  # zeros
+    soles = {sole_owner(owner_map) for owner_map in owner_maps.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None
     copies = probes and graph.structure.operations[at] in COPYING
     if sole is not None and not copies:  # what is computed from the gradient of one sample belongs to it
-        return [owned_by(sole, graph.edge(child), graph.samples) if child else None for child in children]
-    answers: list[Tag | SampleDim | None]
+        return [single_owner(sole, graph.edge(child), graph.samples) if child else None for child in children]
+    answers: list[OwnerMap | SampleDim | None]
     if sole is not None:  # but not the elements that were not copied
         answers = [UNDECIDED] * len(children)
     else:
-        answers, *others = [_by_layout(graph, at, slot, tag, children, ownership) for slot, tag in tags.items()]
+        answers, *others = [
+            _by_layout(graph, at, slot, owner_map, children, ownership) for slot, owner_map in owner_maps.items()
+        ]
         for more in others:
             for position, child in enumerate(children):
                 shape = graph.sizes.shapes[child] if child else None
                 answers[position] = _sum(answers[position], more[position], shape)
-    moved: list[Tag | None] = []
+    operand_maps: list[OwnerMap | None] = []
     unknown: list[int] = []
     for position, answer in enumerate(answers):
         if isinstance(answer, SampleDim):
@@ -128,25 +144,25 @@ def _moved(
             if child is not None and child[0] not in side:
                 unknown.append(position)
             answer = None
-        moved.append(answer)
+        operand_maps.append(answer)
     if unknown and probes:
-        answers_of_node = probe_node(graph, node, tags, unknown, ownership.exact)
+        answers_of_node = probe_node(graph, node, owner_maps, unknown, ownership.exact)
         ownership.contradicted |= ownership.probed and None in answers_of_node.values()
-        for position, tag in answers_of_node.items():
-            moved[position] = tag
-        _note(graph, at, tags, answers_of_node, ownership)
-    return moved
+        for position, owner_map in answers_of_node.items():
+            operand_maps[position] = owner_map
+        _note(graph, at, owner_maps, answers_of_node, ownership)
+    return operand_maps
 
 
 def _sum(
-    first: Tag | SampleDim | None, second: Tag | SampleDim | None, shape: tuple[int, ...] | None
-) -> Tag | SampleDim | None:
-    """Tag of the sum of the gradients of an operand of this shape that come from two outputs."""
+    first: OwnerMap | SampleDim | None, second: OwnerMap | SampleDim | None, shape: tuple[int, ...] | None
+) -> OwnerMap | SampleDim | None:
+    """Owner map of the sum of the gradients of an operand of this shape that come from two outputs."""
     if first == second:
         return first
     if shape is None or isinstance(first, SampleDim | None) or isinstance(second, SampleDim | None):
         return UNDECIDED
-    return merged(first, second, shape) or UNDECIDED
+    return merge_owners(first, second, shape) or UNDECIDED
 
 
 # Operations whose routing is fixed by numbers and shapes, which are equal in all graphs of a structure.
@@ -154,26 +170,29 @@ FIXED = {"Cat", "Flip", "Roll", "Select", "Slice", "Split", "SplitWithSizes", "S
 
 
 def _note(
-    graph: Graph, at: int, outputs: dict[int, Tag], operands: dict[int, Tag | None], ownership: Ownership
+    graph: Graph, at: int, outputs: dict[int, OwnerMap], operands: dict[int, OwnerMap | None], ownership: Ownership
 ) -> None:
     """Note what a probe of a node has found, so that later graphs verify it."""
     ownership.probed = True
-    owned = {position: tag for position, tag in operands.items() if tag is not None}
-    if any(isinstance(tag, Irregular) and tag.place is None and tag.owner.numel() for tag in owned.values()):
+    owned = {position: owner_map for position, owner_map in operands.items() if owner_map is not None}
+    if any(
+        isinstance(owner_map, Irregular) and owner_map.place is None and owner_map.owner.numel()
+        for owner_map in owned.values()
+    ):
         ownership.by_data = True  # an owner for each element takes too much memory to be kept
     node = graph.nodes[at]
     if block_of(node) is not None:
         ownership.recomputed = True  # each call would compute the block again
-        ownership.by_data |= any(isinstance(tag, Irregular) for tag in owned.values())
+        ownership.by_data |= any(isinstance(owner_map, Irregular) for owner_map in owned.values())
     elif owned and graph.structure.operations[at] not in FIXED:
         claims = ownership.functions if is_python_function(node) else ownership.claims
         claims.append(Claim(at, outputs, owned))
 
 
 def _by_layout(
-    graph: Graph, at: int, slot: int, tag: Tag, children: tuple[EdgeKey | None, ...], ownership: Ownership
-) -> list[Tag | SampleDim | None]:
-    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. Notes the
+    graph: Graph, at: int, slot: int, owner_map: OwnerMap, children: tuple[EdgeKey | None, ...], ownership: Ownership
+) -> list[OwnerMap | SampleDim | None]:
+    """Owner map of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. Notes the
     dimensions of the samples, and whether the number of entries per sample has changed. In exact ownership, nothing is
     said about the rows that a slice of the samples leaves out.
     """
@@ -181,20 +200,20 @@ def _by_layout(
     shapes = graph.sizes.shapes
     steps = ownership.steps
     if operation in VIEWS:
-        if isinstance(tag, Regular):
-            return [tag] * len(children)
-        return [tag.viewed(shapes[child]) if child else None for child in children]
+        if isinstance(owner_map, Regular):
+            return [owner_map] * len(children)
+        return [owner_map.view_as(shapes[child]) if child else None for child in children]
     shape = shapes[at, slot]
-    place = locate(tag.inner, shape, graph.samples) if isinstance(tag, Regular) else tag.place
+    place = locate(owner_map.inner, shape, graph.samples) if isinstance(owner_map, Regular) else owner_map.place
     mover = MOVERS.get(operation)
     if place is None or mover is None:
         return [UNDECIDED] * len(children)
     places = mover(graph.nodes[at], place, shape, [shapes[child] if child else None for child in children])
-    moved: list[Tag | SampleDim | None] = []
+    operand_maps: list[OwnerMap | SampleDim | None] = []
     steps.append(place.dim)
     for to, child in zip(places, children, strict=True):
         if to is None or child is None:
-            moved.append(None)
+            operand_maps.append(None)
             steps.append(None)
         elif (
             ownership.exact
@@ -203,11 +222,13 @@ def _by_layout(
             and shapes[child][to.dim] != shape[place.dim]
         ):
             steps.append(None)
-            moved.append(UNDECIDED)
+            operand_maps.append(UNDECIDED)
         else:
             steps.append(to.dim if to.post == place.post else (to.dim,))
-            moved.append(UNDECIDED if to is UNDECIDED else tag_at(to, shapes[child], graph.samples) or UNDECIDED)
-    return moved
+            operand_maps.append(
+                UNDECIDED if to is UNDECIDED else owner_map_at(to, shapes[child], graph.samples) or UNDECIDED
+            )
+    return operand_maps
 
 
 def is_identity(node: Node, sharded: bool) -> bool:

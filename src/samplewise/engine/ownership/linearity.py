@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.backward import gradients_at
-from samplewise.engine.graph import Edge, Graph, is_python_function
-from samplewise.engine.registered_hooks import may_have_hooks
-from samplewise.engine.separation import is_deterministic
+from samplewise.engine.graph.graph import Edge, Graph, is_python_function
+from samplewise.engine.graph.hook_registry import may_have_hooks
+from samplewise.engine.ownership.masked_passes import is_deterministic
 from samplewise.errors import GraphError
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state

@@ -1,6 +1,6 @@
-"""Tags: the sample that owns each element of a gradient, and conversion of rows to sample-major order.
+"""Owner maps: the sample that owns each element of a gradient, and conversion of rows to sample-major order.
 
-A gradient is *clean* if each of its elements belongs to at most one sample. Its tag is one of
+A gradient is *clean* if each of its elements belongs to at most one sample. Its owner map is one of
 
     Regular(inner)     element f, counted in row-major order, belongs to sample (f // inner) % samples
     Irregular(owner)   tensor of owners; -1 if the element is zero and has no owner
@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Edge, numel
-from samplewise.engine.layouts import MOST_PLACES, RowOwners, SampleDim, inner_at, locate
+from samplewise.engine.deferred_checks import is_traced
+from samplewise.engine.graph.graph import Edge, numel
+from samplewise.engine.ownership.layouts import MOST_PLACES, RowOwners, SampleDim, inner_at, locate
 
 
 class RowGather(Protocol):
@@ -63,7 +63,7 @@ class RaggedGather:
 
 @dataclass(frozen=True)
 class Regular:
-    """Tag of a regular layout: element f in row-major order belongs to sample (f // inner) % samples."""
+    """Owner map of a regular layout: element f in row-major order belongs to sample (f // inner) % samples."""
 
     samples: int
     inner: int
@@ -76,7 +76,7 @@ class Regular:
         inner = self.inner // width
         return RegularGather(self.samples, count // (self.samples * inner), inner)
 
-    def apart(self, gradient: Tensor, samples: range) -> Tensor:
+    def split_samples(self, gradient: Tensor, samples: range) -> Tensor:
         """Copies (n, ...) of the gradient for n samples, in each of which the elements of other samples are zero."""
         blocks = gradient.reshape(-1, self.samples, self.inner)
         copies = blocks.new_zeros(len(samples), *blocks.shape)
@@ -84,7 +84,7 @@ class Regular:
         copies[number, :, number + samples.start] = blocks[:, samples.start : samples.stop].transpose(0, 1)
         return copies.view(len(samples), *gradient.shape)
 
-    def weighted(self, gradient: Tensor, weights: Tensor) -> Tensor:
+    def apply_weights(self, gradient: Tensor, weights: Tensor) -> Tensor:
         """The gradient, with the elements of each sample multiplied by its weight (b,)."""
         if not gradient.numel():
             return gradient
@@ -101,7 +101,7 @@ class Regular:
 
     def owners(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Owner of each element of a gradient of this shape."""
-        return _repeating(numel(shape), self.inner, self.samples, device).view(shape)
+        return _regular_owners(numel(shape), self.inner, self.samples, device).view(shape)
 
     def __str__(self) -> str:
         return "regular"
@@ -109,7 +109,7 @@ class Regular:
 
 @dataclass(frozen=True, eq=False)  # compared by identity
 class Irregular:
-    """Tag of any other layout: `owner` has the gradient's shape and contains sample numbers, negative for no owner."""
+    """Owner map of any other layout: `owner` has the gradient's shape and has sample numbers, negative for none."""
 
     samples: int
     owner: Tensor
@@ -118,16 +118,16 @@ class Irregular:
         if self.place is not None and self.place.dim < row_dims and tuple(self.owner.shape) == shape:
             before = numel(shape[: self.place.dim])
             after = numel(shape[self.place.dim + 1 : row_dims])
-            owners = self._row_owners.repeated(after, before)
+            owners = self._row_owners.repeat(after, before)
             if self.samples not in owners.derived:
-                owners.derived[self.samples] = _ragged(owners.owner, self.samples)
+                owners.derived[self.samples] = _ragged_gather(owners.owner, self.samples)
             gather: RaggedGather = owners.derived[self.samples]
             return gather
         owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
         of_row = owner.amax(1)
         if not ((owner == of_row[:, None]) | (owner < 0)).all():
             return None
-        return _ragged(of_row, self.samples)
+        return _ragged_gather(of_row, self.samples)
 
     @cached_property
     def place(self) -> SampleDim | None:
@@ -154,12 +154,12 @@ class Irregular:
         """The sample that all elements belong to; None if there are several."""
         return None if self.place is None else self._row_owners.sole
 
-    def is_as(self, other: Tag | None) -> bool:
-        """True for a tag of the same shape with the same owners in the same dimension."""
+    def is_as(self, other: OwnerMap | None) -> bool:
+        """True for an owner map of the same shape with the same owners in the same dimension."""
         return isinstance(other, Irregular) and self.place is not None and self.place == other.place
 
-    def viewed(self, shape: tuple[int, ...]) -> Irregular:
-        """Tag of the gradient viewed in another shape."""
+    def view_as(self, shape: tuple[int, ...]) -> Irregular:
+        """Owner map of the gradient viewed in another shape."""
         if self.place is not None:
             rows = self._row_owners
             count = len(rows.owner)
@@ -168,18 +168,18 @@ class Irregular:
             for dim in range(len(shape) - 1, -1, -1):
                 # The entries of the new dimension run through all rows, with a whole number of them per old entry.
                 if below % stride == 0 and (times := stride * shape[dim] / (below * count)) >= 1 and times % 1 == 0:
-                    place = SampleDim(dim, rows.repeated(below // stride, int(times)))
-                    tag = tag_at(place, shape, self.samples)
-                    assert isinstance(tag, Irregular)
-                    return tag
+                    place = SampleDim(dim, rows.repeat(below // stride, int(times)))
+                    owner_map = owner_map_at(place, shape, self.samples)
+                    assert isinstance(owner_map, Irregular)
+                    return owner_map
                 stride *= shape[dim]
         return Irregular(self.samples, self.owner.reshape(shape))
 
-    def apart(self, gradient: Tensor, samples: range) -> Tensor:
+    def split_samples(self, gradient: Tensor, samples: range) -> Tensor:
         number = torch.arange(samples.start, samples.stop, device=gradient.device)
         return torch.where(self.owner == number.view(-1, *(1,) * gradient.dim()), gradient, 0)
 
-    def weighted(self, gradient: Tensor, weights: Tensor) -> Tensor:
+    def apply_weights(self, gradient: Tensor, weights: Tensor) -> Tensor:
         if self.place is None:
             return gradient * weights.to(gradient.dtype)[self.owner.clamp_min(0)]
         rows = weights.to(gradient.dtype)[self._row_owners.owner.clamp_min(0)]
@@ -202,10 +202,10 @@ class Irregular:
         return "irregular"
 
 
-Tag = Regular | Irregular
+OwnerMap = Regular | Irregular
 
 
-def _ragged(owner: Tensor, samples: int) -> RaggedGather:
+def _ragged_gather(owner: Tensor, samples: int) -> RaggedGather:
     """Assignment of rows from the owner of each."""
     rows = len(owner)
     order = torch.argsort(owner, stable=True)
@@ -234,7 +234,9 @@ def regular_inner(owner: Tensor, samples: int) -> int | None:
         return None
     free = flat < 0
     inners = [
-        inner for inner in candidates if ((_repeating(len(flat), inner, samples, flat.device) == flat) | free).all()
+        inner
+        for inner in candidates
+        if ((_regular_owners(len(flat), inner, samples, flat.device) == flat) | free).all()
     ]
     return inners[0] if len(inners) == 1 or (inners and not free.any()) else None
 
@@ -244,7 +246,7 @@ MOST_LAYOUTS = 64
 _repeated: dict[tuple[int, int, int, torch.device], Tensor] = {}  # never changed in place
 
 
-def _repeating(count: int, inner: int, samples: int, device: torch.device) -> Tensor:
+def _regular_owners(count: int, inner: int, samples: int, device: torch.device) -> Tensor:
     """Owner of each of `count` elements of a regular layout."""
     key = (count, inner, samples, device)
     owner = _repeated.get(key)
@@ -257,9 +259,9 @@ def _repeating(count: int, inner: int, samples: int, device: torch.device) -> Te
     return owner
 
 
-def tag_of(owner: Tensor, samples: int, exact: bool = False) -> Tag:
-    """Tag for a tensor of owners: Regular if possible, else Irregular. Elements without owner get the one of a regular
-    layout if there is one that fits the others; with exact=True they stay without owner.
+def owner_map_of(owner: Tensor, samples: int, exact: bool = False) -> OwnerMap:
+    """Owner map for a tensor of owners: Regular if possible, else Irregular. Elements without owner get the one of a
+    regular layout if there is one that fits the others; with exact=True they stay without owner.
     """
     if not owner.numel():
         return Irregular(samples, owner)
@@ -278,20 +280,20 @@ def tag_of(owner: Tensor, samples: int, exact: bool = False) -> Tag:
     if inner is not None:
         return Regular(samples, inner * width)
     shape = tuple(owner.shape)
-    tag = Irregular(samples, rows.view((*rows.shape, *(1,) * (len(shape) - rows.dim()))).expand(shape))
-    return tag if tag.place is None else tag_at(tag.place, shape, samples) or tag
+    owner_map = Irregular(samples, rows.view((*rows.shape, *(1,) * (len(shape) - rows.dim()))).expand(shape))
+    return owner_map if owner_map.place is None else owner_map_at(owner_map.place, shape, samples) or owner_map
 
 
-def tag_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> Tag | None:
-    """Tag of a gradient of this shape with the samples at this place; None if the place does not fit the shape."""
+def owner_map_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> OwnerMap | None:
+    """Owner map of a gradient of this shape with the samples at this place; None if the place does not fit."""
     if isinstance(place.post, int):
         return _regular_at(place, shape, samples)
     owner = place.post.owner
     if not 0 <= place.dim < len(shape) or shape[place.dim] != len(owner):
         return None
-    tag = Irregular(samples, along(place.dim, owner, shape))
-    tag.__dict__["place"] = place  # known already
-    return tag
+    owner_map = Irregular(samples, along(place.dim, owner, shape))
+    owner_map.__dict__["place"] = place  # known already
+    return owner_map
 
 
 @lru_cache(MOST_PLACES)
@@ -300,53 +302,53 @@ def _regular_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> Regul
     return None if inner is None else Regular(samples, inner)
 
 
-def owned_by(sample: int, edge: Edge, samples: int) -> Irregular:
-    """Tag of a gradient that belongs to one sample, or to none if the number is negative: it is zero."""
+def single_owner(sample: int, edge: Edge, samples: int) -> Irregular:
+    """Owner map of a gradient that belongs to one sample, or to none if the number is negative: it is zero."""
     return Irregular(samples, torch.tensor(sample, device=edge.device).expand(edge.shape))
 
 
-def merged(first: Tag | None, second: Tag | None, shape: tuple[int, ...]) -> Tag | None:
-    """Tag of the sum of two gradients of this shape; None if they have no common one."""
+def merge_owners(first: OwnerMap | None, second: OwnerMap | None, shape: tuple[int, ...]) -> OwnerMap | None:
+    """Owner map of the sum of two gradients of this shape; None if they have no common one."""
     if first is second or first == second or (isinstance(first, Irregular) and first.is_as(second)):
         return first
-    irregular = [tag for tag in (first, second) if isinstance(tag, Irregular)]
+    irregular = [owner_map for owner_map in (first, second) if isinstance(owner_map, Irregular)]
     if first is None or second is None or not irregular:
         return None
-    regular = next((tag for tag in (first, second) if isinstance(tag, Regular)), None)
+    regular = next((owner_map for owner_map in (first, second) if isinstance(owner_map, Regular)), None)
     device = irregular[0].owner.device
     a, b = rows_of(first, shape, device), rows_of(second, shape, device)
     if a is not None and b is not None and a[0] == b[0]:  # entries of one dimension
-        owner = _joined(a[1], b[1])
+        owner = _join_owners(a[1], b[1])
         if owner is not None:
-            return regular or tag_of(along(a[0], owner, shape), first.samples, exact=True)
-    owner = _joined(first.owners(shape, device), second.owners(shape, device))
+            return regular or owner_map_of(along(a[0], owner, shape), first.samples, exact=True)
+    owner = _join_owners(first.owners(shape, device), second.owners(shape, device))
     return None if owner is None else regular or Irregular(first.samples, owner)
 
 
-def _joined(a: Tensor, b: Tensor) -> Tensor | None:
+def _join_owners(a: Tensor, b: Tensor) -> Tensor | None:
     """Owners where either has one; None if two differ."""
     if torch.equal(a, b):
         return a
     return torch.where(a < 0, b, a) if ((a == b) | (a < 0) | (b < 0)).all() else None
 
 
-def rows_of(tag: Tag, shape: tuple[int, ...], device: torch.device) -> tuple[int, Tensor] | None:
+def rows_of(owner_map: OwnerMap, shape: tuple[int, ...], device: torch.device) -> tuple[int, Tensor] | None:
     """The dimension of a gradient of this shape whose entries have one owner each, and these owners; None if there is
     none.
     """
-    place = locate(tag.inner, shape, tag.samples) if isinstance(tag, Regular) else tag.place
+    place = locate(owner_map.inner, shape, owner_map.samples) if isinstance(owner_map, Regular) else owner_map.place
     if place is None:
         return None
     if isinstance(place.post, RowOwners):
         return place.dim, place.post.owner
-    return place.dim, _repeating(shape[place.dim], place.post, tag.samples, device)
+    return place.dim, _regular_owners(shape[place.dim], place.post, owner_map.samples, device)
 
 
-def allows(tag: Tag, owner: Tensor) -> Tensor:
-    """Flag: a gradient with these owners of its elements, negative for no owner, has this tag."""
+def allows(owner_map: OwnerMap, owner: Tensor) -> Tensor:
+    """Flag: a gradient with these owners of its elements, negative for no owner, has this owner map."""
     shape = tuple(owner.shape)
-    rows = rows_of(tag, shape, owner.device)
-    expected = distinct(tag.owners(shape, owner.device) if rows is None else along(*rows, shape))
+    rows = rows_of(owner_map, shape, owner.device)
+    expected = distinct(owner_map.owners(shape, owner.device) if rows is None else along(*rows, shape))
     owner = distinct(owner)
     return ((owner == expected) | (owner == -1)).all()
 
@@ -361,23 +363,23 @@ def distinct(owner: Tensor) -> Tensor:
     return owner[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in owner.stride())]
 
 
-def sole_owner(tag: Tag) -> int | None:
+def sole_owner(owner_map: OwnerMap) -> int | None:
     """The sample that the whole gradient belongs to; None if there are several."""
-    return tag.sole if isinstance(tag, Irregular) else None
+    return owner_map.sole if isinstance(owner_map, Irregular) else None
 
 
-def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | None:
-    """Tag of gradient.permute(dims), for a gradient of this shape; None if it is not known."""
-    if isinstance(tag, Irregular):
-        return Irregular(tag.samples, tag.owner.permute(dims))
-    place = locate(tag.inner, shape, tag.samples)
+def permute(owner_map: OwnerMap, shape: tuple[int, ...], dims: tuple[int, ...]) -> OwnerMap | None:
+    """Owner map of gradient.permute(dims), for a gradient of this shape; None if it is not known."""
+    if isinstance(owner_map, Irregular):
+        return Irregular(owner_map.samples, owner_map.owner.permute(dims))
+    place = locate(owner_map.inner, shape, owner_map.samples)
     if place is None:
         return None
-    inner = inner_at(SampleDim(dims.index(place.dim), place.post), tuple(shape[d] for d in dims), tag.samples)
-    return None if inner is None else Regular(tag.samples, inner)
+    inner = inner_at(SampleDim(dims.index(place.dim), place.post), tuple(shape[d] for d in dims), owner_map.samples)
+    return None if inner is None else Regular(owner_map.samples, inner)
 
 
-def sequences_of(tag: Tag, shape: tuple[int, ...]) -> RowGather | None:
+def sequences_of(owner_map: OwnerMap, shape: tuple[int, ...]) -> RowGather | None:
     """Assignment of the n sequences of a gradient (t, n, h) to samples; None if samples share a sequence."""
-    turned = permuted(tag, shape, (1, 0, 2))
+    turned = permute(owner_map, shape, (1, 0, 2))
     return None if turned is None else turned.rows((shape[1], shape[0], shape[2]), 1)

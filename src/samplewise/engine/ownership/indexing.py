@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from samplewise.engine.graph import Edge, Graph, Node, scalar
-from samplewise.engine.probe import MIXED, NO_OWNER
-from samplewise.engine.saved import block_of
-from samplewise.engine.tags import Tag, along, rows_of, sole_owner
+from samplewise.engine.graph.graph import Edge, Graph, Node, scalar
+from samplewise.engine.graph.saved import block_of
+from samplewise.engine.ownership.owner_map import OwnerMap, along, rows_of, sole_owner
+from samplewise.engine.ownership.probe import MIXED, NO_OWNER
 
 
-def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tensor] | None:
+def read_owners(graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap]) -> list[Tensor] | None:
     """Owner of each element of the gradient of each operand, as views that take little memory, with MIXED for elements
     of several samples; None if the index does not show it.
     """
@@ -28,28 +28,28 @@ def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tenso
     if operation not in ("Index", "IndexSelect", "IndexAdd") or block_of(node) is not None:
         return None
     shape = Edge(node, 0).shape
-    rows = rows_of(tags[0], shape, Edge(node, 0).device)
+    rows = rows_of(owner_maps[0], shape, Edge(node, 0).device)
     if rows is None:
         return None
     dim, owner = rows
     if operation == "IndexAdd":
-        return None if scalar(node, "source_dim") == 0 else _added(node, shape, dim, owner)
+        return None if scalar(node, "source_dim") == 0 else _owners_of_add(node, shape, dim, owner)
     if operation == "Index":
         indices = _integers(node._saved_indices)
     else:
         indices = [None] * (scalar(node, "dim") % len(shape)) + [node._saved_index.reshape(-1)]
-    return None if indices is None else [_chosen(node, indices, dim, owner, sole_owner(tags[0]))]
+    return None if indices is None else [_owners_of_choice(node, indices, dim, owner, sole_owner(owner_maps[0]))]
 
 
-def _added(node: Node, shape: tuple[int, ...], dim: int, owner: Tensor) -> list[Tensor]:
+def _owners_of_add(node: Node, shape: tuple[int, ...], dim: int, owner: Tensor) -> list[Tensor]:
     """Owners of both operands: the tensor has those of the output, the source those of the entries it is added to."""
     index = node._saved_index.reshape(-1)
-    moved = scalar(node, "dim") % len(shape)
-    size = (*shape[:moved], len(index), *shape[moved + 1 :])  # that of the source
-    return [along(dim, owner, shape), along(dim, owner[index] if moved == dim else owner, size)]
+    indexed_dim = scalar(node, "dim") % len(shape)
+    size = (*shape[:indexed_dim], len(index), *shape[indexed_dim + 1 :])  # that of the source
+    return [along(dim, owner, shape), along(dim, owner[index] if indexed_dim == dim else owner, size)]
 
 
-def _chosen(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, sole: int | None) -> Tensor:
+def _owners_of_choice(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, sole: int | None) -> Tensor:
     """Owners of a tensor of which entries were chosen; `sole`: the owner of the whole output."""
     whole = Edge(*node.next_functions[0]).shape
     at = [d for d, index in enumerate(indices) if index is not None]

@@ -1,0 +1,1 @@
+"""The autograd graph: its nodes, structure, saved tensors and hooks."""
