@@ -21,8 +21,7 @@ from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCh
 from samplewise.loop.checkpoint.storage import read
 from samplewise.loop.metrics import accuracy
 from samplewise.loop.progress import make_display
-from samplewise.step.compiled import programs as programs_module
-from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled import CannotCompile, program_cache
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
@@ -387,7 +386,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
         raise CannotCompile("it was too slow")
 
     monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
-    monkeypatch.setattr(programs_module, "trace_backward", slowly)
+    monkeypatch.setattr(program_cache, "trace_backward", slowly)
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)
     trainer = sw.Trainer(step, progress=progress, device="cpu", log_every="1up")

@@ -17,8 +17,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.errors import TrainingWarning
-from samplewise.step.compiled import programs as programs_module
-from samplewise.step.compiled import updates as updates_module
+from samplewise.step.compiled import program_cache, runner
 
 UPDATES = 500
 
@@ -425,7 +424,7 @@ def test_save_in_the_middle_and_resume_compiled_bit_for_bit_or_uncompiled():
 
 
 def test_nothing_is_compiled_by_default(monkeypatch):
-    monkeypatch.setattr(updates_module, "AUTO_AFTER", 5)
+    monkeypatch.setattr(runner, "AUTO_AFTER", 5)
     model = net()
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=1)
     step.run([data(20)])
@@ -435,7 +434,7 @@ def test_nothing_is_compiled_by_default(monkeypatch):
 
 @any_backend
 def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
-    monkeypatch.setattr(updates_module, "AUTO_AFTER", 5)
+    monkeypatch.setattr(runner, "AUTO_AFTER", 5)
     for samples, expected in ((1, 1), (2, 0)):
         model = net()
         step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=samples, compile="auto")
@@ -449,7 +448,7 @@ def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
 
 @any_backend
 def test_shapes_are_compiled_up_to_a_small_number(monkeypatch):
-    monkeypatch.setattr(programs_module, "SHAPES", 2)
+    monkeypatch.setattr(program_cache, "SHAPES", 2)
 
     def loss_fn(model, batch):
         return (model(batch[0]) ** 2).mean((1, 2))

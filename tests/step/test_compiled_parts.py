@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import updates
+from samplewise.step.compiled import runner
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -78,7 +78,7 @@ def test_sizes_that_occur_rarely_stay_uncompiled():
     step = made(True, samples=8, microbatch=4)
     for _ in range(2):
         run(step, batches(24 + 3, 27))  # the last window of each pass has three samples
-    assert step._updates._seen["3"] < updates.PART_AFTER
+    assert step._updates._seen["3"] < runner.PART_AFTER
     assert [program.count for program in programs(step)] == [4]
 
 

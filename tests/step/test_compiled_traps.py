@@ -347,7 +347,7 @@ def test_mixed_precision_rounds_as_uncompiled():
 @pytest.mark.slow
 def test_torch_rounds_to_bfloat16_elsewhere(monkeypatch):
     monkeypatch.setattr(inductor, "emulates_casts", lambda: False)
-    monkeypatch.setattr("samplewise.step.compiled.programs.agrees", lambda *_, **options: False)
+    monkeypatch.setattr("samplewise.step.compiled.program_cache.agrees", lambda *_, **options: False)
     pair = Pair(lambda: tiny().float(), OPTIMIZERS["sgd"], losses_of, samples=4, precision="bf16-mixed")
     with pytest.warns(TrainingWarning, match=UNCOMPILED + OTHER_ROUNDING):
         pair.run([(data(8)[0].float(), data(8)[1])])

@@ -43,7 +43,7 @@ class Updates(Protocol):
         """Restore what `rank_state` returned."""
 
 
-class EagerUpdates:
+class EagerRunner:
     """Updates made by a `WindowBuilder` and an `UpdateApplier`. `status`: why updates are not compiled."""
 
     def __init__(self, builder: WindowBuilder, applier: UpdateApplier, status: str):

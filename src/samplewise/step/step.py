@@ -30,8 +30,8 @@ from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.batch_layouts import BatchLayouts
-from samplewise.step.compiled.gradients import CompiledGradients
-from samplewise.step.compiled.updates import CompiledUpdates
+from samplewise.step.compiled.microbatch_runner import MicrobatchRunner
+from samplewise.step.compiled.runner import CompiledRunner
 from samplewise.step.config import (
     StepConfig,
     Tail,
@@ -42,7 +42,7 @@ from samplewise.step.config import (
     check_scheduler,
 )
 from samplewise.step.distributed_windows import make_window_ranks
-from samplewise.step.eager import EagerUpdates, Updates
+from samplewise.step.eager import EagerRunner, Updates
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
 from samplewise.step.microbatch import MicrobatchSize
@@ -210,15 +210,15 @@ class Step(CheckedAttributes):
     def _make_updates(self) -> Updates:
         ranks = self._windows.ranks
         if not self.config.compile:
-            return EagerUpdates(self._windows, self._applier, "compile=False")
+            return EagerRunner(self._windows, self._applier, "compile=False")
         if self.config.privacy is not None:
-            return EagerUpdates(self._windows, self._applier, "private updates are not compiled")
+            return EagerRunner(self._windows, self._applier, "private updates are not compiled")
         if ranks.distributed and self.config.compile == "auto":
-            return EagerUpdates(self._windows, self._applier, "compile='auto' compiles only in a single process")
+            return EagerRunner(self._windows, self._applier, "compile='auto' compiles only in a single process")
         if ranks.strategy.sharded:
-            return EagerUpdates(self._windows, self._applier, "updates of sharded models are not compiled")
-        eager = EagerUpdates(self._windows, self._applier, "not compiled")
-        return CompiledGradients(eager) if ranks.distributed else CompiledUpdates(eager)
+            return EagerRunner(self._windows, self._applier, "updates of sharded models are not compiled")
+        eager = EagerRunner(self._windows, self._applier, "not compiled")
+        return MicrobatchRunner(eager) if ranks.distributed else CompiledRunner(eager)
 
     def __repr__(self) -> str:
         optimizer = self._applier.optimizer  # without waiting for the device

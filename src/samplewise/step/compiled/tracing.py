@@ -20,10 +20,9 @@ from samplewise.engine.checks import check_attached
 from samplewise.engine.gradients import gradients_of, prepare
 from samplewise.errors import SamplesMayInteractWarning
 from samplewise.step.accumulate import WeightedAccumulator
-from samplewise.step.compiled import inductor
+from samplewise.step.compiled import CannotCompile, inductor
 from samplewise.step.compiled.calls import NumberReads
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
-from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.forward import LossEvaluator
 from samplewise.transforms.stats import SampleStats, denominator
 

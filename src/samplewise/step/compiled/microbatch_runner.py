@@ -10,20 +10,20 @@ from typing import Any
 
 from samplewise.core.text import plural
 from samplewise.engine.backward import accumulate_grad
-from samplewise.step.compiled.programs import Programs
-from samplewise.step.eager import EagerUpdates
+from samplewise.step.compiled.program_cache import ProgramCache
+from samplewise.step.eager import EagerRunner
 from samplewise.step.window import BatchCursor, Window
 from samplewise.transforms.stats import SampleStats
 
 
-class CompiledGradients:
+class MicrobatchRunner:
     """Updates made by `eager`, with gradients from compiled code where possible."""
 
-    def __init__(self, eager: EagerUpdates):
+    def __init__(self, eager: EagerRunner):
         self.eager = eager
         self.builder = eager.builder
         self.apply = eager.apply
-        self.programs = Programs(eager, whole=False)
+        self.programs = ProgramCache(eager, whole=False)
         self.slow_compile_notice = self.programs.slow_compile_notice
         self.builder.compiled_sums = self.add
         self.compiled = False  # whether gradients were compiled

@@ -13,11 +13,11 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.errors import SamplewiseError
+from samplewise.step.compiled import DoesNotPay, Undecided
 from samplewise.step.compiled.calls import Calls
 from samplewise.step.compiled.decompositions import is_library_call
-from samplewise.step.compiled.errors import DoesNotPay, Undecided
+from samplewise.step.compiled.dry_run import DryRun
 from samplewise.step.compiled.program import Program
-from samplewise.step.compiled.rehearsal import Rehearsal
 
 # Compiling took 20 to 45 ms per operation, and replaces all but library calls. Both limits were chosen by looking at a
 # few networks: a ResNet and a ViT of reduced depth, which spend more than half of their time in library calls, were
@@ -50,7 +50,7 @@ class LibraryCalls(TorchDispatchMode):
             self.seconds += perf_counter() - started
 
 
-def count_operations(rehearsal: Rehearsal, calls: Calls) -> int:
+def count_operations(rehearsal: DryRun, calls: Calls) -> int:
     """Number of operations of an uncompiled update, whose `calls` are recorded.
 
     Autograd records some operations differently while operations are intercepted, as in tracing: `reshape` as a view.
@@ -69,7 +69,7 @@ def count_operations(rehearsal: Rehearsal, calls: Calls) -> int:
     return library_calls.operations
 
 
-def refuse_library_bound(rehearsal: Rehearsal, operations: int) -> None:
+def refuse_library_bound(rehearsal: DryRun, operations: int) -> None:
     """Raise DoesNotPay before anything is compiled, if that would take long and library calls take most of the time of
     an update.
     """
@@ -88,7 +88,7 @@ def refuse_library_bound(rehearsal: Rehearsal, operations: int) -> None:
         )
 
 
-def _intercepted(rehearsal: Rehearsal, calls: LibraryCalls, run: Callable[[], Any]) -> Any:
+def _intercepted(rehearsal: DryRun, calls: LibraryCalls, run: Callable[[], Any]) -> Any:
     """Return run() while `calls` intercepts operations, and undo the update that it computes."""
 
     def update() -> Any:
@@ -99,7 +99,7 @@ def _intercepted(rehearsal: Rehearsal, calls: LibraryCalls, run: Callable[[], An
         return rehearsal.undone(update)
 
 
-def refuse_slower(program: Program, rehearsal: Rehearsal, start: int) -> None:
+def refuse_slower(program: Program, rehearsal: DryRun, start: int) -> None:
     """Raise DoesNotPay if the program is not faster than uncompiled updates."""
     times: list[tuple[float, float]] = []
 

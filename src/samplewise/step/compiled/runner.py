@@ -12,12 +12,12 @@ import torch
 from samplewise.core.batches import length
 from samplewise.core.text import plural
 from samplewise.step.batch_columns import BatchColumns, record_columns
-from samplewise.step.compiled.gradients import CompiledGradients
-from samplewise.step.compiled.kernel_replay import CHUNK
+from samplewise.step.compiled.microbatch_runner import MicrobatchRunner
 from samplewise.step.compiled.program import Program
-from samplewise.step.compiled.programs import Programs
+from samplewise.step.compiled.program_cache import ProgramCache
+from samplewise.step.compiled.replay import CHUNK
 from samplewise.step.config import StepConfig
-from samplewise.step.eager import EagerUpdates
+from samplewise.step.eager import EagerRunner
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import BatchCursor, Window
 from samplewise.transforms.stats import SampleStats
@@ -38,19 +38,19 @@ class CompiledWindow(NamedTuple):
     columns: list[BatchColumns]
 
 
-class CompiledUpdates:
+class CompiledRunner:
     """Updates made by compiled code where possible, and by `eager` otherwise. If a window consists of several
     microbatches, or noise is added to the sum, the gradients of each microbatch are compiled: see `parts`.
     """
 
-    def __init__(self, eager: EagerUpdates):
+    def __init__(self, eager: EagerRunner):
         builder = eager.builder
         self.eager = eager
         self.builder = builder
         self.evaluator = builder.evaluator
         self.applier = eager.applier
-        self.programs = Programs(eager, whole=True)
-        self.parts = CompiledGradients(eager)
+        self.programs = ProgramCache(eager, whole=True)
+        self.parts = MicrobatchRunner(eager)
         self.builder.compiled_sums = self._add_part
         self._seen: dict[str, int] = {}  # number of microbatches by size
         self._era = 0  # of `_rates`
@@ -127,7 +127,7 @@ class CompiledUpdates:
         return bool(chain.on_sum) or 0 < (self.builder.size.size or 0) < size or misfit
 
     def _add_part(self, microbatch: Any) -> SampleStats | None:
-        """As `CompiledGradients.add`, for microbatches that are not a whole window, after PART_AFTER of their size."""
+        """As `MicrobatchRunner.add`, for microbatches that are not a whole window, after PART_AFTER of their size."""
         window = self.builder.window
         if self.programs.gave_up is not None or window.config.transforms.samples.uses_positions:
             return None

@@ -1,4 +1,4 @@
-"""Programs of a step: compile them for the structure and shape of their samples, guard and verify them.
+"""ProgramCache of a step: compile them for the structure and shape of their samples, guard and verify them.
 
 Before a program is used for the first time, its results and its speed are compared with those of uncompiled code. When
 a program cannot be made, the step continues uncompiled; with compile=True it warns once.
@@ -22,36 +22,31 @@ from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural
 from samplewise.errors import SamplewiseError, TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
-from samplewise.step.compiled import inductor
-from samplewise.step.compiled.batch_signature import has_rows, signature
+from samplewise.step.compiled import CannotCompile, DoesNotPay, Undecided, inductor
 from samplewise.step.compiled.calls import Calls, ValueReads, description
-from samplewise.step.compiled.errors import CannotCompile, DoesNotPay, Undecided
-from samplewise.step.compiled.guards import Guards, has_hooks, hooks_in
-from samplewise.step.compiled.optim_buckets import OptimBuckets
-from samplewise.step.compiled.optim_formulas import formula_of
-from samplewise.step.compiled.program import Program
-from samplewise.step.compiled.rehearsal import Rehearsal
-from samplewise.step.compiled.settings import describe
+from samplewise.step.compiled.dry_run import DryRun, agrees
+from samplewise.step.compiled.guards import Guards, describe, has_hooks, hooks_in
+from samplewise.step.compiled.optim import OptimBuckets, formula_of
+from samplewise.step.compiled.profitability import count_operations, refuse_library_bound, refuse_slower
+from samplewise.step.compiled.program import Program, has_rows, signature
 from samplewise.step.compiled.tracing import Tensors, trace_backward
-from samplewise.step.compiled.trial import count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.update_fn import CompiledUpdate
-from samplewise.step.compiled.verify import agrees
 from samplewise.step.config import StepConfig
-from samplewise.step.eager import EagerUpdates
+from samplewise.step.eager import EagerRunner
 from samplewise.step.window import BatchCursor
 
 SHAPES = 4  # maximum number of sample shapes that are compiled
 CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
 
 
-class Programs:
+class ProgramCache:
     """Compiled programs by the signature of their samples. `whole`: a program makes a whole update; otherwise it
     computes the gradient sums of a microbatch. `gave_up`: why nothing is compiled any more; `known`: sample shapes
     admitted for compilation; `slower`: those among them that stay uncompiled, because compiled updates are not faster,
     with the reason.
     """
 
-    def __init__(self, eager: EagerUpdates, whole: bool):
+    def __init__(self, eager: EagerRunner, whole: bool):
         self.builder = eager.builder
         self.evaluator = eager.builder.evaluator
         self.applier = eager.applier
@@ -284,8 +279,8 @@ class Programs:
         if shape not in self._tried:
             refuse_library_bound(rehearsal, operations)
 
-    def _rehearsal(self, example: Any) -> Rehearsal:
-        return Rehearsal(
+    def _rehearsal(self, example: Any) -> DryRun:
+        return DryRun(
             self.builder.make_accumulator(),
             self.evaluator,
             self.applier,
