@@ -390,7 +390,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)
     trainer = sw.Trainer(step, progress=progress, device="cpu", log_every="1up")
-    printed = step._updates.programs.notify
+    printed = step._runner.cache.notify
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: it was too slow"):
         trainer.fit(loader(10), epochs=1)
     said = capsys.readouterr().err
@@ -400,7 +400,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
         "epoch 1  update 2",
         "epoch 1  update 3",
     ]
-    assert step._updates.programs.notify is printed  # whoever goes on without the trainer
+    assert step._runner.cache.notify is printed  # whoever goes on without the trainer
 
 
 def test_copies_of_a_step_do_not_matter():

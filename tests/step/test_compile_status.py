@@ -71,8 +71,8 @@ def test_compiled_and_then_changed():
 
 def test_lines_go_where_they_are_wanted_for_a_while():
     step, lines = made(compile=True), []
-    printed = step._updates.programs.notify
+    printed = step._runner.cache.notify
     with step._slow_compile_notice(lines.append):
-        step._updates.programs.notify("compiling ...")
+        step._runner.cache.notify("compiling ...")
     assert lines == ["compiling ..."]
-    assert step._updates.programs.notify is printed
+    assert step._runner.cache.notify is printed

@@ -14,6 +14,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.errors import TrainingWarning
 from samplewise.step.compiled import program_cache
+from samplewise.step.compiled.dry_run import DRY_RUN
 from samplewise.step.compiled.program import Program
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -111,9 +112,9 @@ calls = []  # of programs since the last update
 
 @pytest.fixture(autouse=True)
 def _counted_calls(monkeypatch):
-    def counted(program, start, era):
-        results = run(program, start, era)
-        if era != -2 and results is not None:  # not a rehearsal
+    def counted(program, start, hyperparameter_version):
+        results = run(program, start, hyperparameter_version)
+        if hyperparameter_version != DRY_RUN and results is not None:
             calls.append(start)
         return results
 

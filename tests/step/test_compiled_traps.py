@@ -601,7 +601,7 @@ def test_code_that_could_not_be_tried_is_tried_later():
     x[1:4] = math.nan
     pair = Pair(tiny, OPTIMIZERS["sgd"], samples=1, on_nonfinite="skip")
     pair.run([(x[k : k + 1], y[k : k + 1]) for k in range(30)])
-    (program,) = pair.quick._updates.programs.found.values()
+    (program,) = pair.quick._runner.cache.programs.values()
     assert program.verified
     pair.assert_same()
 

@@ -139,7 +139,7 @@ def test_other_shapes_are_tried_on_their_own(timed):
     for _ in range(2):
         step(tuple(t[:4] for t in BATCH))
     assert step.compiled == "compiled"
-    assert [program is None for program in step._updates.programs.found.values()] == [True, False]
+    assert [program is None for program in step._runner.cache.programs.values()] == [True, False]
 
 
 def test_a_window_that_is_not_finite_is_not_tried(timed):

@@ -94,7 +94,7 @@ def test_library_calls_are_replayed(called, options):
         for _ in step.over(batches):
             pass
     assert quick.compiled == "compiled"
-    (program,) = quick._updates.programs.found.values()
+    (program,) = quick._runner.cache.programs.values()
     assert program.can_make_many
     assert {"aoti_torch_cpu_mm_out", "aoti_torch_cpu_bmm_out"} <= set(called)
     for a, b in zip(plain.model.parameters(), quick.model.parameters(), strict=True):
@@ -111,7 +111,7 @@ def test_not_recorded(monkeypatch, what):
     plain, quick = steps(samples=1)
     for step in (plain, quick):
         step.run([given])
-    (program,) = quick._updates.programs.found.values()
+    (program,) = quick._runner.cache.programs.values()
     assert quick.compiled == "compiled" and not program.can_make_many
     for a, b in zip(plain.model.parameters(), quick.model.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""DryRun of an update: it is computed uncompiled or by a program, and undone."""
+"""Dry run of an update, which is computed uncompiled or by a program, and undone; verification of a program by it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from samplewise.step.compiled.program import Program
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.window import Window
+
+DRY_RUN = -2  # version of no hyperparameters: a program writes its scalars before a dry run and after it
 
 
 class DryRun:
@@ -72,7 +74,7 @@ class DryRun:
 
     def compiled(self, program: Program, start: int) -> tuple[Tensor, Sequence[Tensor]] | None:
         """Compute the update from row `start` by a program; None if it is not finite."""
-        results = program(start, era=-2)
+        results = program(start, hyperparameter_version=DRY_RUN)
         if results is None:
             return None
         found = self._touched if self.steps else list(program.gradients(results).values())
@@ -115,27 +117,27 @@ Found = tuple[Tensor, list[Tensor]]  # losses, and changed tensors or gradients
 
 
 @torch.no_grad()
-def agrees(program: Program, rehearsal: DryRun, start: int) -> bool | None:
+def agrees(program: Program, dry_run: DryRun, start: int) -> bool | None:
     """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite."""
 
     def uncompiled() -> Found:
-        losses, found = rehearsal.uncompiled()
+        losses, found = dry_run.uncompiled()
         return losses, [t.clone() for t in found]
 
     def compiled() -> Found | None:
-        found = rehearsal.compiled(program, start)
+        found = dry_run.compiled(program, start)
         return None if found is None else (found[0], [t.clone() for t in found[1]])
 
     try:
-        losses, expected = rehearsal.undone(uncompiled)
-        rehearsal.undone(program.record)
-        results = rehearsal.undone(compiled)
+        losses, expected = dry_run.undone(uncompiled)
+        dry_run.undone(program.record)
+        results = dry_run.undone(compiled)
     except SamplewiseError:
         return None
     if results is None:
         return None
     same = torch.allclose(results[0], losses, rtol=LOSSES, atol=LOSSES)
-    origin = rehearsal.origin(expected)
+    origin = dry_run.origin(expected)
     return same and _length(results[1], expected) <= APART * _length(expected, origin) + 1e-12
 
 

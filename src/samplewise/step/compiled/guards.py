@@ -48,7 +48,7 @@ SETTINGS = (
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-_eras = count(1)  # values of `era`, all different
+_hyperparameter_versions = count(1)  # values of `hyperparameter_version`, all different
 
 
 def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:
@@ -67,7 +67,7 @@ class Guards:
         """`calls`: made in an update."""
         self._modules = submodules_of(modules)
         self._hooks = hooks_in(self._modules)
-        self.era = 0  # identifies the hyperparameters of the optimizer
+        self.hyperparameter_version = 0  # identifies the hyperparameters of the optimizer
         self._fixed = Expression()
         self._hyperparameters = Expression()
         self._guard_modules()
@@ -165,18 +165,18 @@ class Guards:
                 self._fixed.add("{}[0][0] == {}[1][0]", (first, other))
         self._settings = settings
         self._set = settings()
-        self.era = next(_eras)
+        self.hyperparameter_version = next(_hyperparameter_versions)
 
     def hold(self) -> bool:
         """Test that nothing has changed that requires recompilation. If hyperparameters of the optimizer may have
-        changed, `era` gets another value.
+        changed, `hyperparameter_version` gets another value.
         """
         if not (self._fixed.identical() or self._fixed.holds()):
             return False
         if self._hyperparameters.identical():
             return True
         self._hyperparameters.update_values()
-        self.era = next(_eras)
+        self.hyperparameter_version = next(_hyperparameter_versions)
         return bool(self._settings() == self._set)
 
     @contextmanager

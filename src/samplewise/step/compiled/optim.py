@@ -26,14 +26,14 @@ State = dict[str, Tensor]
 class Formula(ABC):
     """Update formula of an optimizer for one param group.
 
-    The settings in `shape_of` are compiled into the code; the scalars in `numbers` are inputs. `ages` is True if the
-    scalars depend on the step count.
+    The settings in `compiled_settings` are part of the code; the scalars in `numbers` are inputs. `ages` is True if
+    the scalars depend on the step count.
     """
 
     ages = False
 
     @abstractmethod
-    def shape_of(self, group: Group) -> tuple[Any, ...]:
+    def compiled_settings(self, group: Group) -> tuple[Any, ...]:
         """Settings of the group that are compiled into the code."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Formula(ABC):
 class SGD(Formula):
     """torch.optim.SGD"""
 
-    def shape_of(self, group: Group) -> tuple[Any, ...]:
+    def compiled_settings(self, group: Group) -> tuple[Any, ...]:
         return bool(group["momentum"]), bool(group["nesterov"]), bool(group["weight_decay"]), bool(group["maximize"])
 
     def states(self, group: Group) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class Adam(Formula):
 
     ages = True
 
-    def shape_of(self, group: Group) -> tuple[Any, ...]:
+    def compiled_settings(self, group: Group) -> tuple[Any, ...]:
         return _decoupled(group), bool(group["weight_decay"]), bool(group["amsgrad"]), bool(group["maximize"])
 
     def states(self, group: Group) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Adam(Formula):
 class Bare(Formula):
     """sw.sgd(lr)"""
 
-    def shape_of(self, group: Group) -> tuple[Any, ...]:
+    def compiled_settings(self, group: Group) -> tuple[Any, ...]:
         return ()
 
     def states(self, group: Group) -> tuple[str, ...]:
@@ -254,10 +254,10 @@ class OptimBuckets:
         )
         return new.to(p.dtype), {key: tensor.to(state[key].dtype) for key, tensor in changed.items()}
 
-    def shape(self) -> Sequence[Any]:
+    def optimizer_settings(self) -> Sequence[Any]:
         """Optimizer settings that are compiled into the code; a change requires recompilation."""
         tensors = [isinstance(value, Tensor) for bucket in self._all for value in bucket.group.values()]
-        return [self.formula.shape_of(bucket.group) for bucket in self._all] + tensors
+        return [self.formula.compiled_settings(bucket.group) for bucket in self._all] + tensors
 
     @property
     def counters(self) -> list[list[Any]]:

@@ -37,7 +37,7 @@ class Program:
             torch.zeros(width, dtype=torch.float64),
         ]
         self._start, self._flag, self._numbers = map(raw_view, self._cells)
-        self._era = -1
+        self._hyperparameter_version = -1
         states = [] if buckets is None else list(buckets.states.values())
         self.states = states
         self._others = tensors.others
@@ -111,19 +111,19 @@ class Program:
             for leaf, copied in self.copies:
                 copied.copy_(leaf)
 
-    def __call__(self, start: int, era: int) -> Sequence[Tensor] | None:
+    def __call__(self, start: int, hyperparameter_version: int) -> Sequence[Tensor] | None:
         """Run the update of the samples from row `start` and return its per-sample results.
 
-        Returns None if the update was not finite or had an index out of range. `era` identifies the optimizer's
-        hyperparameters: the scalars are written again when it changes.
+        Returns None if the update was not finite or had an index out of range. `hyperparameter_version` identifies the
+        hyperparameters of the optimizer: the scalars are written again when it changes.
         """
         buckets = self.update.buckets
         if self._recording is not None:
-            return self._replayed(self._recording, start, era)
+            return self._replayed(self._recording, start, hyperparameter_version)
         self._start[0] = start
-        if buckets is not None and (era != self._era or buckets.formula.ages):
+        if buckets is not None and (hyperparameter_version != self._hyperparameter_version or buckets.formula.ages):
             self._numbers[:] = buckets.numbers()
-            self._era = era
+            self._hyperparameter_version = hyperparameter_version
         drawn = torch.get_rng_state() if self.update.backward.draws else None
         results = self._results()
         if results is None:
@@ -142,12 +142,12 @@ class Program:
             return None
         return None if self.update.checks and not isfinite(self._flag[0]) else results
 
-    def _replayed(self, recording: KernelReplay, start: int, era: int) -> Sequence[Tensor] | None:
+    def _replayed(self, recording: KernelReplay, start: int, hyperparameter_version: int) -> Sequence[Tensor] | None:
         buckets = self.update.buckets
         assert buckets is not None
-        if era != self._era or buckets.formula.ages:
+        if hyperparameter_version != self._hyperparameter_version or buckets.formula.ages:
             recording.numbers[: buckets.width] = buckets.numbers()
-            self._era = era
+            self._hyperparameter_version = hyperparameter_version
         if not self._views:
             columns = recording.fresh_columns()
             self._views = [*zip(*(column.unbind() for column in columns), strict=True)][::-1]
@@ -164,7 +164,7 @@ class Program:
         assert recording is not None and buckets is not None
         numbers = buckets.numbers(updates)
         recording.numbers[: len(numbers)] = numbers
-        self._era = -1
+        self._hyperparameter_version = -1
         self._views = []
         columns = recording.fresh_columns()
         made = recording(start, self.update.samples, updates, 0)
@@ -211,9 +211,9 @@ class Program:
     def counters(self) -> Sequence[Sequence[Any]]:
         return () if self.update.buckets is None else self.update.buckets.counters
 
-    def shape(self) -> Sequence[Any]:
+    def optimizer_settings(self) -> Sequence[Any]:
         """Optimizer settings that are compiled into the code."""
-        return () if self.update.buckets is None else self.update.buckets.shape()
+        return () if self.update.buckets is None else self.update.buckets.optimizer_settings()
 
     def norm(self) -> float:
         """Gradient norm of the last update, before `max_grad_norm`."""
