@@ -21,7 +21,7 @@ from samplewise.core.reachable import Reachable
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural
 from samplewise.errors import SamplewiseError, TrainingWarning
-from samplewise.step.accumulate import WeightedAccumulator
+from samplewise.step.accumulate import PlainAccumulator, WeightedAccumulator
 from samplewise.step.compiled import CannotCompile, DoesNotPay, Undecided, inductor
 from samplewise.step.compiled.calls import Calls, ValueReads, description
 from samplewise.step.compiled.dry_run import DryRun, agrees
@@ -320,9 +320,9 @@ class ProgramCache:
     ) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
         optimizer = self.applier.optimizer
-        chain = self.config.transforms
         tensors = Tensors.of(evaluator)
-        accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
+        accumulator = self.builder.make_accumulator()
+        assert isinstance(accumulator, (PlainAccumulator, WeightedAccumulator))
         with ValueReads():
             backward = trace_backward(accumulator, tensors, example, self.whole)
         formula = formula_of(optimizer) if self.whole else None
