@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -77,8 +76,22 @@ def joined_kernels(async_compile: type, load: Callable[[str], ctypes.CDLL]) -> I
         scope.update({name: value.kernel for name, value in pending.items()})
         wait(self, scope)
 
-    with mock.patch.multiple(async_compile, cpp_pybinding=cpp_pybinding, wait=joined_wait):
+    # Inductor has no option to compile several kernels together, and generated modules name this class.
+    with replaced(async_compile, {"cpp_pybinding": cpp_pybinding, "wait": joined_wait}):
         yield
+
+
+@contextmanager
+def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Replace attributes of a class or module inside the block."""
+    originals = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
 
 
 def _compile(pending: Sequence[Pending], load: Callable[[str], ctypes.CDLL]) -> None:

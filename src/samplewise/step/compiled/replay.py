@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.step.compiled import inductor
-from samplewise.step.compiled.kernels import Kernel
+from samplewise.step.compiled.kernels import Kernel, replaced
 from samplewise.step.compiled.optim import raw_view
 
 CHUNK = 256  # maximum number of updates in one call, without checking guards in between
@@ -118,7 +117,7 @@ def record(
     kernels = {name: kernel for name, kernel in vars(module).items() if isinstance(kernel, Kernel)} if module else {}
     calls: list[Call] = []
     noting = {name: _noting(kernel, calls) for name, kernel in kernels.items()}
-    with _replaced(module, noting), CallRecorder(calls) as others:
+    with replaced(module, noting), CallRecorder(calls) as others:
         results = run([*bound, *batch])
     given = [thing for _, things in calls for thing in things]
     fit = calls and not others.seen and all(isinstance(thing, Tensor) for thing in given)
@@ -152,18 +151,6 @@ def _noting(kernel: Kernel, calls: list[Call]) -> Callable[..., None]:
         kernel(*given)
 
     return called
-
-
-@contextmanager
-def _replaced(module: Any, others: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in others}
-    try:
-        for name, other in others.items():
-            setattr(module, name, other)
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(module, name, original)
 
 
 class CallRecorder(TorchDispatchMode):
