@@ -59,11 +59,13 @@ def _each_graph_is_compiled_once():
 
 @pytest.fixture(autouse=True)
 def _compiled_code_is_used(monkeypatch):
-    """Use compiled updates whatever their speed, so that no test depends on time; test_trial.py tests the trial."""
-    from samplewise.step.compiled import programs
+    """Use compiled updates whatever their speed, so that no test depends on time; the measurements have
+    tests in test_profitability.py.
+    """
+    from samplewise.step.compiled import program_cache
 
-    monkeypatch.setattr(programs, "refuse_library_bound", lambda *_: None)
-    monkeypatch.setattr(programs, "refuse_slower", lambda *_: None)
+    monkeypatch.setattr(program_cache, "refuse_library_bound", lambda *_: None)
+    monkeypatch.setattr(program_cache, "refuse_slower", lambda *_: None)
 
 
 @pytest.fixture

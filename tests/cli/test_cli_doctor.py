@@ -9,8 +9,7 @@ from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
 from samplewise.cli import costs
 from samplewise.core import slow_notice
-from samplewise.step.compiled import programs as programs_module
-from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled import CannotCompile, program_cache
 
 GRAPHS = """
 class Graph:
@@ -36,7 +35,7 @@ def _quick(monkeypatch):
     """Without compiling, which takes seconds: `test_as_a_process` does it."""
     monkeypatch.setattr(costs, "MAX_ROUNDS", 3)
     monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
-    monkeypatch.setattr(programs_module, "trace_backward", _busy)
+    monkeypatch.setattr(program_cache, "trace_backward", _busy)
 
 
 def test_a_healthy_recipe(recipe):
@@ -222,7 +221,7 @@ def test_as_a_process(recipe):
 
 def test_notice_while_compiling(recipe, monkeypatch):
     monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
-    monkeypatch.setattr(programs_module, "trace_backward", lambda *_: wait_for_notices() or _busy())
+    monkeypatch.setattr(program_cache, "trace_backward", lambda *_: wait_for_notices() or _busy())
     result = command("doctor", recipe(HEALTHY))
     assert result.stderr.splitlines().count("... compiling and measuring") == 1
 

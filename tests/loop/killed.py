@@ -87,9 +87,9 @@ def main(directory: Path, kind: str, pause: float, kill: int) -> None:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     if kind == "compiled":
-        from samplewise.step.compiled import inductor, programs
+        from samplewise.step.compiled import inductor, program_cache
 
-        programs.refuse_library_bound = programs.refuse_slower = lambda *_: None
+        program_cache.refuse_library_bound = program_cache.refuse_slower = lambda *_: None
         inductor.compile_graph = lambda graph, inputs, threads: lambda flat: graph(*flat)  # Inductor takes seconds
     step = sw.Step(
         model,

@@ -197,9 +197,9 @@ def make_step(chosen, dtype):
 
 
 def compile_at_any_speed(how):
-    from samplewise.step.compiled import inductor, programs
+    from samplewise.step.compiled import inductor, program_cache
 
-    programs.refuse_library_bound = programs.refuse_slower = lambda *_: None
+    program_cache.refuse_library_bound = program_cache.refuse_slower = lambda *_: None
     if how == "interpreted":  # Inductor takes seconds
         inductor.compile_graph = lambda graph, inputs, threads: lambda flat: graph(*flat)
 

@@ -21,8 +21,7 @@ from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCh
 from samplewise.loop.checkpoint.storage import read
 from samplewise.loop.metrics import accuracy
 from samplewise.loop.progress import make_display
-from samplewise.step.compiled import programs as programs_module
-from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled import CannotCompile, program_cache
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
@@ -387,11 +386,11 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
         raise CannotCompile("it was too slow")
 
     monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
-    monkeypatch.setattr(programs_module, "trace_backward", slowly)
+    monkeypatch.setattr(program_cache, "trace_backward", slowly)
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)
     trainer = sw.Trainer(step, progress=progress, device="cpu", log_every="1up")
-    printed = step._updates.programs.notify
+    printed = step._runner.cache.notify
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: it was too slow"):
         trainer.fit(loader(10), epochs=1)
     said = capsys.readouterr().err
@@ -401,7 +400,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
         "epoch 1  update 2",
         "epoch 1  update 3",
     ]
-    assert step._updates.programs.notify is printed  # whoever goes on without the trainer
+    assert step._runner.cache.notify is printed  # whoever goes on without the trainer
 
 
 def test_copies_of_a_step_do_not_matter():

@@ -29,7 +29,7 @@ import samplewise as sw
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.parallel import collectives
 from samplewise.parallel.group import current_group
-from samplewise.step.compiled import inductor, programs
+from samplewise.step.compiled import inductor, program_cache
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def interpreted(calls=None):
 
         return call
 
-    at_any_speed = mock.patch.multiple(programs, refuse_library_bound=mock.DEFAULT, refuse_slower=mock.DEFAULT)
+    at_any_speed = mock.patch.multiple(program_cache, refuse_library_bound=mock.DEFAULT, refuse_slower=mock.DEFAULT)
     with mock.patch.object(inductor, "compile_graph", compile_graph), at_any_speed:
         yield
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import programs as programs_module
-from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled import CannotCompile, program_cache
 
 BATCH = torch.randn(6, 4), torch.randn(6, 1)
 
@@ -38,7 +37,7 @@ def test_why_not_at_all(monkeypatch):
     def fails(*_):
         raise CannotCompile("the moon is full")
 
-    monkeypatch.setattr(programs_module, "trace_backward", fails)
+    monkeypatch.setattr(program_cache, "trace_backward", fails)
     step = made(samples=1, compile=True)
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: the moon is full"):
         step(BATCH)
@@ -72,8 +71,8 @@ def test_compiled_and_then_changed():
 
 def test_lines_go_where_they_are_wanted_for_a_while():
     step, lines = made(compile=True), []
-    printed = step._updates.programs.notify
+    printed = step._runner.cache.notify
     with step._slow_compile_notice(lines.append):
-        step._updates.programs.notify("compiling ...")
+        step._runner.cache.notify("compiling ...")
     assert lines == ["compiling ..."]
-    assert step._updates.programs.notify is printed
+    assert step._runner.cache.notify is printed

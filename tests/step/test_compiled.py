@@ -17,8 +17,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.errors import TrainingWarning
-from samplewise.step.compiled import programs as programs_module
-from samplewise.step.compiled import updates as updates_module
+from samplewise.step.compiled import program_cache, runner
 
 UPDATES = 500
 
@@ -78,7 +77,7 @@ class Pair:
 
 def compiled_updates(step: sw.Step) -> int:
     """How many programs there are; at least one, if anything was compiled."""
-    return sum(program is not None for program in step._updates.programs.found.values())
+    return sum(program is not None for program in step._runner.cache.programs.values())
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +232,7 @@ def tiny():
 def test_run_makes_many_updates_at_once():
     pair = Pair(tiny, OPTIMIZERS["adam"], samples=1)
     plain, quick = pair.run([data(70), data(3), data(41)], way="run")
-    (program,) = pair.quick._updates.programs.found.values()
+    (program,) = pair.quick._runner.cache.programs.values()
     assert program.can_make_many
     pair.assert_same()
     assert (plain.updates, plain.samples) == (quick.updates, quick.samples) == (114, 114)
@@ -274,7 +273,7 @@ def test_parameters_are_changed_in_place_and_replaced(going):
 
 
 def test_hyperparameters_take_effect_without_compiling_again(going):
-    programs = dict(going.quick._updates.programs.found)
+    programs = dict(going.quick._runner.cache.programs)
     for step in going.steps:
         for k, _ in enumerate(step.over([data(20, seed=7)])):
             if k == 5:
@@ -282,21 +281,21 @@ def test_hyperparameters_take_effect_without_compiling_again(going):
             if k == 8:
                 step.optimizer.param_groups[0]["momentum"] = 0.3
     going.assert_same()
-    assert going.quick._updates.programs.found == programs
+    assert going.quick._runner.cache.programs == programs
 
 
 def test_a_setting_that_is_part_of_the_code_compiles_again(going):
-    before = list(going.quick._updates.programs.found.values())
+    before = list(going.quick._runner.cache.programs.values())
     for step in going.steps:
         for k, _ in enumerate(step.over([data(20, seed=7)])):
             if k == 5:
                 step.optimizer.param_groups[0]["weight_decay"] = 0.0
     going.assert_same()
-    assert list(going.quick._updates.programs.found.values()) != before
+    assert list(going.quick._runner.cache.programs.values()) != before
 
 
 def test_settings_of_the_step_take_effect_at_the_next_update(going):
-    before = list(going.quick._updates.programs.found.values())
+    before = list(going.quick._runner.cache.programs.values())
     for step in going.steps:
         sizes = []
         for update in step.over([data(40, seed=7)]):
@@ -311,7 +310,7 @@ def test_settings_of_the_step_take_effect_at_the_next_update(going):
                 step.samples = 4
         assert sizes == [1] * 20 + [4] * 5
     going.assert_same()
-    assert list(going.quick._updates.programs.found.values()) != before
+    assert list(going.quick._runner.cache.programs.values()) != before
     assert going.quick.compiled == "compiled"
 
 
@@ -425,7 +424,7 @@ def test_save_in_the_middle_and_resume_compiled_bit_for_bit_or_uncompiled():
 
 
 def test_nothing_is_compiled_by_default(monkeypatch):
-    monkeypatch.setattr(updates_module, "AUTO_AFTER", 5)
+    monkeypatch.setattr(runner, "AUTO_AFTER", 5)
     model = net()
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=1)
     step.run([data(20)])
@@ -435,12 +434,12 @@ def test_nothing_is_compiled_by_default(monkeypatch):
 
 @any_backend
 def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
-    monkeypatch.setattr(updates_module, "AUTO_AFTER", 5)
+    monkeypatch.setattr(runner, "AUTO_AFTER", 5)
     for samples, expected in ((1, 1), (2, 0)):
         model = net()
         step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=samples, compile="auto")
         for k, _ in enumerate(step.over([data(20)])):
-            assert k > 3 or not step._updates.programs.found
+            assert k > 3 or not step._runner.cache.programs
         assert compiled_updates(step) == expected
 
 
@@ -449,7 +448,7 @@ def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
 
 @any_backend
 def test_shapes_are_compiled_up_to_a_small_number(monkeypatch):
-    monkeypatch.setattr(programs_module, "SHAPES", 2)
+    monkeypatch.setattr(program_cache, "SHAPES", 2)
 
     def loss_fn(model, batch):
         return (model(batch[0]) ** 2).mean((1, 2))
@@ -563,7 +562,7 @@ def test_the_first_model_of_a_process_has_pooling():
         "model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))\n"
         "step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=1, compile=True)\n"
         "step((torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])))\n"
-        "print(len(step._updates.programs.found), step._updates.programs.gave_up)\n"
+        "print(len(step._runner.cache.programs), step._runner.cache.gave_up)\n"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout == "1 None\n"

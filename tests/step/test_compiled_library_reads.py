@@ -304,9 +304,9 @@ def test_the_first_update_of_a_process_is_compiled():
     script = (
         "import torch, samplewise as sw\n"
         "from torch import nn\n"
-        "from samplewise.step.compiled import inductor, programs\n"
+        "from samplewise.step.compiled import inductor, program_cache\n"
         "inductor.compile_graph = lambda graph, inputs, threads: lambda flat: graph(*flat)\n"
-        "programs.refuse_slower = lambda *_: None\n"
+        "program_cache.refuse_slower = lambda *_: None\n"
         "model = nn.Linear(3, 2)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "step = sw.Step(model, optimizer, lambda m, x: m(x).square().sum(1), samples=1, compile=True)\n"

@@ -37,8 +37,8 @@ from torch import nn
 import samplewise as sw
 from samplewise.core.reachable import Reachable
 from samplewise.errors import TrainingWarning
+from samplewise.step.compiled import CannotCompile
 from samplewise.step.compiled.calls import Calls
-from samplewise.step.compiled.errors import CannotCompile
 
 SCALE = 1.0
 SETTINGS = types.ModuleType("reads_settings")

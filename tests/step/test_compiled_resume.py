@@ -13,7 +13,8 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.errors import TrainingWarning
-from samplewise.step.compiled import programs
+from samplewise.step.compiled import program_cache
+from samplewise.step.compiled.dry_run import DRY_RUN
 from samplewise.step.compiled.program import Program
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -111,9 +112,9 @@ calls = []  # of programs since the last update
 
 @pytest.fixture(autouse=True)
 def _counted_calls(monkeypatch):
-    def counted(program, start, era):
-        results = run(program, start, era)
-        if era != -2 and results is not None:  # not a rehearsal
+    def counted(program, start, hyperparameter_version):
+        results = run(program, start, hyperparameter_version)
+        if hyperparameter_version != DRY_RUN and results is not None:
             calls.append(start)
         return results
 
@@ -162,7 +163,7 @@ def test_the_same_updates_are_compiled(case):
 
 
 def test_changes_are_counted_over_resumes(monkeypatch):
-    monkeypatch.setattr(programs, "CHANGES", 2)
+    monkeypatch.setattr(program_cache, "CHANGES", 2)
     run = Run()
     run.train(0, 2, nothing)
     for k in range(3):
@@ -183,7 +184,7 @@ def test_changes_are_counted_over_resumes(monkeypatch):
 
 def test_a_warning_is_no_change(monkeypatch):
     """Python notes warnings in the module that has caused them, again in each process."""
-    monkeypatch.setattr(programs, "CHANGES", 0)
+    monkeypatch.setattr(program_cache, "CHANGES", 0)
     module = types.ModuleType("warns_in_updates")
     exec("SCALE = 1.0\ndef scale():\n    return SCALE", vars(module))
     run = Run(first_call=lambda: lambda: module.scale())
@@ -198,7 +199,7 @@ def test_a_warning_is_no_change(monkeypatch):
 def test_a_shape_whose_speed_was_not_measured_is_measured_after_a_resume(monkeypatch):
     """The first update that could be measured was not finite."""
     measured = []
-    monkeypatch.setattr(programs, "refuse_slower", lambda *_: measured.append(1))
+    monkeypatch.setattr(program_cache, "refuse_slower", lambda *_: measured.append(1))
     run = Run(on_nonfinite="skip")
     run.train(0, 1, nothing)
     run.factors[0] = float("inf")
@@ -326,7 +327,7 @@ def another_value_in_each_update(run, number):
 @pytest.mark.filterwarnings("ignore::samplewise.errors.TrainingWarning")
 @pytest.mark.parametrize("before", [hook_at_the_start, hook_later, another_value_in_each_update])
 def test_changes_that_come_and_go(before, monkeypatch):
-    monkeypatch.setattr(programs, "CHANGES", 4)
+    monkeypatch.setattr(program_cache, "CHANGES", 4)
     whole = Run()
     states = []
     made = []

@@ -347,7 +347,7 @@ def test_mixed_precision_rounds_as_uncompiled():
 @pytest.mark.slow
 def test_torch_rounds_to_bfloat16_elsewhere(monkeypatch):
     monkeypatch.setattr(inductor, "emulates_casts", lambda: False)
-    monkeypatch.setattr("samplewise.step.compiled.programs.agrees", lambda *_, **options: False)
+    monkeypatch.setattr("samplewise.step.compiled.program_cache.agrees", lambda *_, **options: False)
     pair = Pair(lambda: tiny().float(), OPTIMIZERS["sgd"], losses_of, samples=4, precision="bf16-mixed")
     with pytest.warns(TrainingWarning, match=UNCOMPILED + OTHER_ROUNDING):
         pair.run([(data(8)[0].float(), data(8)[1])])
@@ -601,7 +601,7 @@ def test_code_that_could_not_be_tried_is_tried_later():
     x[1:4] = math.nan
     pair = Pair(tiny, OPTIMIZERS["sgd"], samples=1, on_nonfinite="skip")
     pair.run([(x[k : k + 1], y[k : k + 1]) for k in range(30)])
-    (program,) = pair.quick._updates.programs.found.values()
+    (program,) = pair.quick._runner.cache.programs.values()
     assert program.verified
     pair.assert_same()
 

@@ -1,4 +1,4 @@
-"""Uncompiled updates: fill a window, then apply it."""
+"""The protocol of runners, which make the updates of a step, and the runner of uncompiled updates."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import Any, Protocol
 
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.update import Update
-from samplewise.step.window import BatchCursor, Window
+from samplewise.step.window import BatchCursor
 from samplewise.step.window_builder import WindowBuilder
 
 
-class Updates(Protocol):
-    """How a step makes updates: `fill` yields complete windows of a batch, `apply` makes the update of one."""
+class Runner(Protocol):
+    """Makes the updates of a step from batches."""
 
-    def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Any]:
-        """Add the samples of a batch, and yield each window that they complete. `blocks`: the caller does not look at
-        single updates, so that several may be made at once.
+    def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
+        """Make the updates that the samples of a batch complete, and yield each one before the next one is begun;
+        remaining samples stay in the open window. `blocks`: the caller does not look at single updates, so that one
+        `Update` may stand for several.
         """
-
-    def apply(self, window: Any) -> Update:
-        """Make the update of a window."""
 
     @property
     def status(self) -> str:
@@ -43,17 +41,16 @@ class Updates(Protocol):
         """Restore what `rank_state` returned."""
 
 
-class EagerUpdates:
-    """Updates made by a `WindowBuilder` and an `UpdateApplier`. `status`: why updates are not compiled."""
+class EagerRunner:
+    """Uncompiled updates: fill a window, then apply it. `status`: why updates are not compiled."""
 
     def __init__(self, builder: WindowBuilder, applier: UpdateApplier, status: str):
         self.builder = builder
         self.applier = applier
-        self.apply = applier.apply
         self.status = status
 
-    def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Window]:
-        return self.builder.fill(cursor)
+    def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
+        return map(self.applier.apply, self.builder.fill(cursor))
 
     def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
         return nullcontext()

@@ -30,8 +30,8 @@ from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.batch_layouts import BatchLayouts
-from samplewise.step.compiled.gradients import CompiledGradients
-from samplewise.step.compiled.updates import CompiledUpdates
+from samplewise.step.compiled.microbatch_runner import MicrobatchRunner
+from samplewise.step.compiled.runner import CompiledRunner
 from samplewise.step.config import (
     StepConfig,
     Tail,
@@ -42,7 +42,7 @@ from samplewise.step.config import (
     check_scheduler,
 )
 from samplewise.step.distributed_windows import make_window_ranks
-from samplewise.step.eager import EagerUpdates, Updates
+from samplewise.step.eager import EagerRunner, Runner
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
 from samplewise.step.microbatch import MicrobatchSize
@@ -203,22 +203,22 @@ class Step(CheckedAttributes):
         )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers, optimizer)
-        self._updates = self._make_updates()
+        self._runner = self._make_runner()
         ranks.check_optimizer(trained, optimizer)
         self._complete = True  # from now on, attributes are checked when they are assigned
 
-    def _make_updates(self) -> Updates:
+    def _make_runner(self) -> Runner:
         ranks = self._windows.ranks
         if not self.config.compile:
-            return EagerUpdates(self._windows, self._applier, "compile=False")
+            return EagerRunner(self._windows, self._applier, "compile=False")
         if self.config.privacy is not None:
-            return EagerUpdates(self._windows, self._applier, "private updates are not compiled")
+            return EagerRunner(self._windows, self._applier, "private updates are not compiled")
         if ranks.distributed and self.config.compile == "auto":
-            return EagerUpdates(self._windows, self._applier, "compile='auto' compiles only in a single process")
+            return EagerRunner(self._windows, self._applier, "compile='auto' compiles only in a single process")
         if ranks.strategy.sharded:
-            return EagerUpdates(self._windows, self._applier, "updates of sharded models are not compiled")
-        eager = EagerUpdates(self._windows, self._applier, "not compiled")
-        return CompiledGradients(eager) if ranks.distributed else CompiledUpdates(eager)
+            return EagerRunner(self._windows, self._applier, "updates of sharded models are not compiled")
+        eager = EagerRunner(self._windows, self._applier, "not compiled")
+        return MicrobatchRunner(eager) if ranks.distributed else CompiledRunner(eager)
 
     def __repr__(self) -> str:
         optimizer = self._applier.optimizer  # without waiting for the device
@@ -240,13 +240,12 @@ class Step(CheckedAttributes):
 
     def _over(self, loader: Iterable[Any], blocks: bool) -> Iterator[Update]:
         check_loader(loader)
-        updates = self._updates
         with self._windows.discard_on_error(), suppress(LoaderStopped):
             yield from self._unused(blocks)
             for number, batch in enumerate(loader):
                 cursor = batch if isinstance(batch, BatchCursor) else BatchCursor(batch, number=number)
-                yield from map(updates.apply, updates.fill(self._admitted(cursor), blocks))
-            yield from map(updates.apply, self._windows.end())
+                yield from self._runner.run(self._admitted(cursor), blocks)
+            yield from map(self._applier.apply, self._windows.end())
 
     def _admitted(self, cursor: BatchCursor) -> BatchCursor:
         """The cursor, with the constants of the batch marked; with `privacy`, one over the user's batch, if it is the
@@ -265,7 +264,7 @@ class Step(CheckedAttributes):
         """Updates that the unused samples of the current batch complete."""
         cursor = self._windows.cursor
         if cursor is not None:
-            yield from map(self._updates.apply, self._updates.fill(cursor, blocks))
+            yield from self._runner.run(cursor, blocks)
 
     def run(self, loader: Iterable[Any]) -> Totals:
         """Make all updates of `over(loader)` and return their totals."""
@@ -281,7 +280,7 @@ class Step(CheckedAttributes):
         with self._windows.discard_on_error():
             updates = list(self._unused())
             cursor = self._admitted(BatchCursor(batch))
-            updates += map(self._updates.apply, self._updates.fill(cursor, blocks=False))
+            updates += self._runner.run(cursor, blocks=False)
         return updates
 
     def accumulate(self, batch: Any) -> None:
@@ -311,7 +310,7 @@ class Step(CheckedAttributes):
     def _close(self) -> Update | None:
         with self._windows.discard_on_error():
             window = self._windows.close()
-            return None if window is None else self._updates.apply(window)
+            return None if window is None else self._applier.apply(window)
 
     # --- settings --------------------------------------------------------------------------------------------------
 
@@ -459,7 +458,7 @@ class Step(CheckedAttributes):
             self.config.privacy.share_secret()
         self._windows.attach(ranks)
         self._applier.ranks = ranks
-        self._updates = self._make_updates()
+        self._runner = self._make_runner()
 
     @property
     def _sharded(self) -> bool:
@@ -471,13 +470,13 @@ class Step(CheckedAttributes):
     @property
     def compiled(self) -> str:
         """State of compilation: "compiled", or the reason why updates are not compiled."""
-        return self._updates.status
+        return self._runner.status
 
     def _slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
         """Context manager that passes notices about slow compilation to `notify(line)` instead of printing them.
         `notify` is called from another thread.
         """
-        return self._updates.slow_compile_notice(notify)
+        return self._runner.slow_compile_notice(notify)
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -517,7 +516,7 @@ class Step(CheckedAttributes):
             "precision": self._precision.state_dict(),
             "microbatch": windows.size.size,
             "memory": None if windows.ranks.distributed else windows.size.budget,  # that of this rank
-            "compiling": self._updates.state_dict(),
+            "compiling": self._runner.state_dict(),
             "dealt": windows.ranks.epoch_state(),
             "layouts": self._layouts.state_dict(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
@@ -534,7 +533,7 @@ class Step(CheckedAttributes):
         windows.size.load(state["microbatch"], state.get("memory"))
         self._evaluator.budget = windows.size.budget
         self._load_privacy(state.get("privacy"))
-        self._updates.load_state_dict(state["compiling"])
+        self._runner.load_state_dict(state["compiling"])
         windows.ranks.load_epoch_state(state.get("dealt") or [])
         self._layouts.load_state_dict(state.get("layouts") or BatchLayouts().state_dict())
         windows.load_state_dict(state["window"])
@@ -567,9 +566,9 @@ class Step(CheckedAttributes):
         """State of compilation on this rank, in which ranks may differ: which gradients are compiled, and why others
         are not. Empty without ranks or `compile`: it is part of `state_dict` then.
         """
-        return self._updates.rank_state()
+        return self._runner.rank_state()
 
     def _load_rank_state(self, state: dict[str, Any]) -> None:
         """Restore what `_rank_state` returned on this rank. Call it after `load_state_dict`."""
         if state:
-            self._updates.load_rank_state(state)
+            self._runner.load_rank_state(state)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.core.reachable import CONTAINERS, Reachable, is_library_name
-from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled import CannotCompile
 
 # C functions whose results or effects are not values of variables, by module or by class of their object.
 CHANGING_MODULES = {

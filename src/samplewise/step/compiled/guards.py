@@ -7,15 +7,17 @@ identity; and what is reachable from the functions that are called in an update,
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from operator import eq
-from types import CellType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,10 +32,10 @@ from samplewise.core.closure_state import (
     roots_of,
     submodules_of,
 )
-from samplewise.core.reachable import Reachable, bytes_of, is_library_class, items_of
+from samplewise.core.reachable import Reachable, bytes_of, is_library_class, is_library_name, items_of
+from samplewise.step.compiled import CannotCompile
 from samplewise.step.compiled.calls import Calls
-from samplewise.step.compiled.errors import CannotCompile
-from samplewise.step.compiled.optim_formulas import hooks_of
+from samplewise.step.compiled.optim import hooks_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
@@ -46,7 +48,7 @@ SETTINGS = (
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-_eras = count(1)  # values of `era`, all different
+_hyperparameter_versions = count(1)  # values of `hyperparameter_version`, all different
 
 
 def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:
@@ -65,7 +67,7 @@ class Guards:
         """`calls`: made in an update."""
         self._modules = submodules_of(modules)
         self._hooks = hooks_in(self._modules)
-        self.era = 0  # identifies the hyperparameters of the optimizer
+        self.hyperparameter_version = 0  # identifies the hyperparameters of the optimizer
         self._fixed = Expression()
         self._hyperparameters = Expression()
         self._guard_modules()
@@ -163,18 +165,18 @@ class Guards:
                 self._fixed.add("{}[0][0] == {}[1][0]", (first, other))
         self._settings = settings
         self._set = settings()
-        self.era = next(_eras)
+        self.hyperparameter_version = next(_hyperparameter_versions)
 
     def hold(self) -> bool:
         """Test that nothing has changed that requires recompilation. If hyperparameters of the optimizer may have
-        changed, `era` gets another value.
+        changed, `hyperparameter_version` gets another value.
         """
         if not (self._fixed.identical() or self._fixed.holds()):
             return False
         if self._hyperparameters.identical():
             return True
         self._hyperparameters.update_values()
-        self.era = next(_eras)
+        self.hyperparameter_version = next(_hyperparameter_versions)
         return bool(self._settings() == self._set)
 
     @contextmanager
@@ -283,3 +285,35 @@ def _all_alike(now: Sequence[Any], then: Sequence[Any]) -> bool:
 
 
 COMPARED: dict[str, Callable[[Any, Any], bool]] = {"is": _alike, "==": eq, "all_identical": _all_alike}
+
+
+# --- settings, compared over a resume ---------------------------------------------------------------------------------
+
+
+def describe(settings: tuple[Any, ...]) -> str:
+    """Text that is equal for equal settings, in any process. `settings`: transforms, and values with a repr. The names
+    of transforms do not tell their functions apart; a checksum of the code does.
+    """
+    functions = [f for t in settings[0].samples.transforms for f in _functions(t.answer)]
+    return repr(settings) + "".join(f" {_checksum(function):08x}" for function in functions)
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The user's functions among a callable object and what it wraps."""
+    if isinstance(value, partial):
+        yield from _functions(value.func)
+    elif isinstance(value, MethodType):
+        yield from _functions(value.__func__)
+    elif isinstance(value, FunctionType) and is_library_name(value.__module__ or ""):
+        for inner in inspect.getclosurevars(value).nonlocals.values():
+            yield from _functions(inner)
+    elif isinstance(value, FunctionType):
+        yield value
+    elif callable(value) and isinstance(type(value).__call__, FunctionType):
+        yield from _functions(type(value).__call__)
+
+
+def _checksum(function: FunctionType) -> int:
+    code = function.__code__
+    constants = [value for value in code.co_consts if isinstance(value, PLAIN)]
+    return zlib.crc32(repr((code.co_code, code.co_names, constants)).encode())

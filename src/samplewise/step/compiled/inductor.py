@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from samplewise.step.compiled.joined_kernels import joined_kernels
+from samplewise.step.compiled.kernels import joined_kernels
 
 Flat = Callable[..., Sequence[Tensor]]
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]

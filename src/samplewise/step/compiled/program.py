@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch.autograd.graph import increment_version
 
-from samplewise.core.batches import leaves
-from samplewise.step.compiled import inductor
+from samplewise.core.batches import PLAIN, is_whole, leaves
+from samplewise.step.compiled import CannotCompile, inductor
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
-from samplewise.step.compiled.kernel_replay import CHUNK, KernelReplay, record
-from samplewise.step.compiled.raw_view import raw_view
+from samplewise.step.compiled.optim import raw_view
+from samplewise.step.compiled.replay import CHUNK, KernelReplay, record
 from samplewise.step.compiled.tracing import Tensors
 from samplewise.step.compiled.update_fn import CompiledUpdate, Inputs
 from samplewise.transforms.stats import SampleStats
@@ -36,7 +37,7 @@ class Program:
             torch.zeros(width, dtype=torch.float64),
         ]
         self._start, self._flag, self._numbers = map(raw_view, self._cells)
-        self._era = -1
+        self._hyperparameter_version = -1
         states = [] if buckets is None else list(buckets.states.values())
         self.states = states
         self._others = tensors.others
@@ -110,19 +111,19 @@ class Program:
             for leaf, copied in self.copies:
                 copied.copy_(leaf)
 
-    def __call__(self, start: int, era: int) -> Sequence[Tensor] | None:
+    def __call__(self, start: int, hyperparameter_version: int) -> Sequence[Tensor] | None:
         """Run the update of the samples from row `start` and return its per-sample results.
 
-        Returns None if the update was not finite or had an index out of range. `era` identifies the optimizer's
-        hyperparameters: the scalars are written again when it changes.
+        Returns None if the update was not finite or had an index out of range. `hyperparameter_version` identifies the
+        hyperparameters of the optimizer: the scalars are written again when it changes.
         """
         buckets = self.update.buckets
         if self._recording is not None:
-            return self._replayed(self._recording, start, era)
+            return self._replayed(self._recording, start, hyperparameter_version)
         self._start[0] = start
-        if buckets is not None and (era != self._era or buckets.formula.ages):
+        if buckets is not None and (hyperparameter_version != self._hyperparameter_version or buckets.formula.ages):
             self._numbers[:] = buckets.numbers()
-            self._era = era
+            self._hyperparameter_version = hyperparameter_version
         drawn = torch.get_rng_state() if self.update.backward.draws else None
         results = self._results()
         if results is None:
@@ -141,12 +142,12 @@ class Program:
             return None
         return None if self.update.checks and not isfinite(self._flag[0]) else results
 
-    def _replayed(self, recording: KernelReplay, start: int, era: int) -> Sequence[Tensor] | None:
+    def _replayed(self, recording: KernelReplay, start: int, hyperparameter_version: int) -> Sequence[Tensor] | None:
         buckets = self.update.buckets
         assert buckets is not None
-        if era != self._era or buckets.formula.ages:
+        if hyperparameter_version != self._hyperparameter_version or buckets.formula.ages:
             recording.numbers[: buckets.width] = buckets.numbers()
-            self._era = era
+            self._hyperparameter_version = hyperparameter_version
         if not self._views:
             columns = recording.fresh_columns()
             self._views = [*zip(*(column.unbind() for column in columns), strict=True)][::-1]
@@ -163,7 +164,7 @@ class Program:
         assert recording is not None and buckets is not None
         numbers = buckets.numbers(updates)
         recording.numbers[: len(numbers)] = numbers
-        self._era = -1
+        self._hyperparameter_version = -1
         self._views = []
         columns = recording.fresh_columns()
         made = recording(start, self.update.samples, updates, 0)
@@ -210,9 +211,9 @@ class Program:
     def counters(self) -> Sequence[Sequence[Any]]:
         return () if self.update.buckets is None else self.update.buckets.counters
 
-    def shape(self) -> Sequence[Any]:
+    def optimizer_settings(self) -> Sequence[Any]:
         """Optimizer settings that are compiled into the code."""
-        return () if self.update.buckets is None else self.update.buckets.shape()
+        return () if self.update.buckets is None else self.update.buckets.optimizer_settings()
 
     def norm(self) -> float:
         """Gradient norm of the last update, before `max_grad_norm`."""
@@ -221,3 +222,35 @@ class Program:
 
 def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
+
+
+# --- signature of a batch ---------------------------------------------------------------------------------------------
+
+
+def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
+    """Structure of the batch, shapes and dtypes of its rows, and values of non-tensors: compiled into the code."""
+    if isinstance(batch, Tensor):
+        if batch.device.type != "cpu":
+            raise CannotCompile(f"the batch is on {batch.device}; updates are compiled for the CPU only")
+        if batch.layout is not strided or batch.requires_grad:
+            raise CannotCompile("the batch has tensors that are sparse or require gradients")
+        if batch.is_conj() or batch.is_neg():
+            raise CannotCompile("the batch has tensors with a pending conjugation or negation")
+        if has_rows(batch, rows):
+            return "rows", tuple(batch.shape[1:]), batch.dtype
+        return "tensor", tuple(batch.shape), batch.dtype
+    if isinstance(batch, Mapping):
+        return type(batch), tuple((key, signature(value, rows)) for key, value in batch.items())
+    if isinstance(batch, (tuple, list)) and not (batch and all(isinstance(item, PLAIN) for item in batch)):
+        return type(batch), tuple(signature(item, rows) for item in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
+        return type(batch), tuple((name, signature(getattr(batch, name), rows)) for name in names)
+    if isinstance(batch, PLAIN):
+        return type(batch), batch
+    raise CannotCompile(f"the batch contains an object that is not a tensor ({type(batch).__name__})")
+
+
+def has_rows(leaf: Any, rows: int | None) -> bool:
+    """Test whether leaf is a tensor with one row per sample."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows and not is_whole(leaf)

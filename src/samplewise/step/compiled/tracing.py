@@ -7,7 +7,7 @@ the gradients of the update.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from samplewise.core.batches import leaves, map_leaves
-from samplewise.engine.arguments import check_attached
-from samplewise.engine.gradients import gradients_of, prepare
+from samplewise.engine.gradients import Gradients, gradients_of, prepare
 from samplewise.errors import SamplesMayInteractWarning
-from samplewise.step.accumulate import WeightedAccumulator
-from samplewise.step.compiled import inductor
+from samplewise.step.accumulate import EXACT, PlainAccumulator, WeightedAccumulator
+from samplewise.step.compiled import CannotCompile, inductor
 from samplewise.step.compiled.calls import NumberReads
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
-from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.forward import LossEvaluator
-from samplewise.transforms.stats import SampleStats, denominator
+from samplewise.transforms.stats import PerSample, SampleStats, denominator
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -108,10 +106,13 @@ class Backward:
         return dict(zip(self.reached, results[self.known :], strict=False))
 
 
-def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatch: Any, mean: bool) -> Backward:
-    """Trace forward and backward pass of one window; `microbatch` is an example of its samples. mean=False: gradients
-    are sums, which are not divided by the denominator.
+def trace_backward(
+    accumulator: PlainAccumulator | WeightedAccumulator, tensors: Tensors, microbatch: Any, mean: bool
+) -> Backward:
+    """Trace the accumulation of one window; `microbatch` is an example of its samples. mean=False: gradients are sums,
+    which are not divided by the denominator. The accumulator is not used afterwards.
     """
+    evaluator = accumulator.evaluator
     layout: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
@@ -121,7 +122,10 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
         example = map_leaves(microbatch, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
-            stats, gradients = _computed(accumulator, wanted, example, mean)
+            accumulator.evaluator = traced = TracedEvaluator(evaluator, wanted)
+            with NumberReads():  # above the mode of the tracer, which would answer with a constant
+                (stats,) = accumulator.add([example], 0)
+            gradients = traced.gradient_sum(denominator([stats]) if mean else 1.0)
             tensors.check_replaced(list(wanted.values()), others)
         found = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
         dicts = {name: values for name, values in found.items() if isinstance(values, dict)}
@@ -155,54 +159,44 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
 RESULTS = ("losses", "counts", "raw_norms", "coefficients", "shares", "columns")  # fields of SampleStats, in order
 
 
-def _computed(
-    accumulator: WeightedAccumulator, wanted: dict[str, Tensor], microbatch: Any, mean: bool
-) -> tuple[SampleStats, dict[str, Tensor]]:
-    """Compute the per-sample results of a window and the gradients of its update, or their sums, by parameter name."""
+class TracedEvaluator(LossEvaluator):
+    """Evaluator in tracing: the model has the tensors `wanted` instead of its parameters, and the weighted sum of
+    gradients is kept for `gradient_sum` instead of being added to `.grad`.
+    """
 
-    def divisor(stats: SampleStats) -> Tensor | float:
-        return denominator([stats]) if mean else 1.0
+    def __init__(self, evaluator: LossEvaluator, wanted: dict[str, Tensor]):
+        vars(self).update(vars(evaluator))
+        self.wanted = wanted
+        self.gradient_sum: Callable[[Tensor | float], dict[str, Tensor]]  # Σ w × gradient, divided by a number
 
-    evaluator = accumulator.evaluator
-    stage = accumulator.chain.samples
-    record_norms = accumulator.record_norms
-    with NumberReads():  # above the mode of the tracer, which would answer with a constant
-        losses, counts = evaluator.losses(microbatch)
-    check_attached(losses)
-    if losses.dtype not in (torch.float32, torch.float64):
-        raise CannotCompile(f"losses are {losses.dtype}")
-    reached = _reached(losses, wanted)
-    if not (accumulator.chain.weighs or record_norms):
-        stats = SampleStats(losses.detach(), counts, columns=evaluator.columns)
-        return stats, _weighted(losses, reached, torch.ones_like(losses) / divisor(stats))
-    counts = torch.ones_like(losses) if counts is None else counts
-    positions = torch.arange(len(losses))
-    stats = SampleStats(losses.detach(), counts, microbatch, positions, columns=evaluator.columns)
-    g = None
-    if stage.measures or record_norms:
+    def losses(self, microbatch: Any) -> tuple[Tensor, Tensor | None]:
+        losses, counts = super().losses(microbatch)
+        if losses.dtype not in EXACT:
+            raise CannotCompile(f"losses are {losses.dtype}")
+        reached = torch.autograd.grad(losses.sum(), list(self.wanted.values()), retain_graph=True, allow_unused=True)
+        self._reached = {name: p for (name, p), g in zip(self.wanted.items(), reached, strict=True) if g is not None}
+        return losses, counts
+
+    def gradients(self, losses: Tensor, microbatch: Any = None, checked: bool = False) -> Gradients:
+        """As in an uncompiled step, without further passes: if samples may interact, nothing is compiled."""
         with warnings.catch_warnings():
             warnings.simplefilter("error", SamplesMayInteractWarning)
-            g = prepare(gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting))
-        accumulator.measure(g, stats, stage, record_norms)
-    with NumberReads():
-        (stats,) = stage.weigh([stats])
-    result = stats.result()
-    if g is None and not isinstance(stats.coefficients, dict):
-        return result, _weighted(losses, reached, stats.weights / divisor(result))
-    g = gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting) if g is None else g
-    sums = g.sum(stats.coefficients)
-    return result, {name: sums[name] / divisor(result) for name in reached}
+            return prepare(gradients_of(losses, self.wanted, self.modules, interacting=self.interacting))
 
+    def add_sum(self, losses: Tensor, weights: Tensor | None = None) -> None:
+        numerators = torch.ones_like(losses) if weights is None else weights
 
-def _reached(losses: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters on which the losses depend."""
-    found = torch.autograd.grad(losses.sum(), list(wanted.values()), retain_graph=True, allow_unused=True)
-    return {name: p for (name, p), g in zip(wanted.items(), found, strict=True) if g is not None}
+        def gradient_sum(divisor: Tensor | float) -> dict[str, Tensor]:
+            # Weights are divided, which are fewer than elements of gradients.
+            weights = (numerators / divisor).to(losses.dtype)
+            gradients = torch.autograd.grad(losses, list(self._reached.values()), weights, retain_graph=True)
+            return dict(zip(self._reached, gradients, strict=True))
 
+        self.gradient_sum = gradient_sum
 
-def _weighted(losses: Tensor, reached: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
-    found = torch.autograd.grad(losses, list(reached.values()), weights.to(losses.dtype), retain_graph=True)
-    return dict(zip(reached, found, strict=True))
+    def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
+        sums = g.sum(weights)
+        self.gradient_sum = lambda divisor: {name: sums[name] / divisor for name in self._reached}
 
 
 # --- reading the graph ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from samplewise.engine.grads.base import total
 from samplewise.step.compiled.decompositions import stored
-from samplewise.step.compiled.optim_buckets import OptimBuckets
+from samplewise.step.compiled.optim import OptimBuckets
 from samplewise.step.compiled.tracing import Backward
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import updates
+from samplewise.step.compiled import runner
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -49,7 +49,7 @@ def assert_same(mine, other):
 
 
 def programs(step):
-    return [program for program in step._updates.parts.programs.found.values() if program is not None]
+    return [program for program in step._runner.microbatch_runner.cache.programs.values() if program is not None]
 
 
 SETTINGS = {
@@ -78,7 +78,7 @@ def test_sizes_that_occur_rarely_stay_uncompiled():
     step = made(True, samples=8, microbatch=4)
     for _ in range(2):
         run(step, batches(24 + 3, 27))  # the last window of each pass has three samples
-    assert step._updates._seen["3"] < updates.PART_AFTER
+    assert step._runner._sizes["3"] < runner.SIZE_AFTER
     assert [program.count for program in programs(step)] == [4]
 
 
@@ -99,7 +99,7 @@ def test_resumed():
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert second._updates._seen == first._updates._seen
+    assert second._runner._sizes == first._runner._sizes
     run(whole, loader[10:])
     run(second, loader[10:])
     for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):

@@ -1,6 +1,6 @@
-"""Trial of compiled updates, which are used only if they are faster than uncompiled ones.
+"""Profitability of compiled updates, which are used only if they are faster than uncompiled ones.
 
-Updates of a trial are undone, so that it has no effect on the training besides the decision.
+It is measured in dry runs, which have no effect on the training besides the decision.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.errors import SamplewiseError
+from samplewise.step.compiled import DoesNotPay, Undecided
 from samplewise.step.compiled.calls import Calls
 from samplewise.step.compiled.decompositions import is_library_call
-from samplewise.step.compiled.errors import DoesNotPay, Undecided
+from samplewise.step.compiled.dry_run import DryRun
 from samplewise.step.compiled.program import Program
-from samplewise.step.compiled.rehearsal import Rehearsal
 
 # Compiling took 20 to 45 ms per operation, and replaces all but library calls. Both limits were chosen by looking at a
 # few networks: a ResNet and a ViT of reduced depth, which spend more than half of their time in library calls, were
@@ -50,7 +50,7 @@ class LibraryCalls(TorchDispatchMode):
             self.seconds += perf_counter() - started
 
 
-def count_operations(rehearsal: Rehearsal, calls: Calls) -> int:
+def count_operations(dry_run: DryRun, calls: Calls) -> int:
     """Number of operations of an uncompiled update, whose `calls` are recorded.
 
     Autograd records some operations differently while operations are intercepted, as in tracing: `reshape` as a view.
@@ -59,17 +59,17 @@ def count_operations(rehearsal: Rehearsal, calls: Calls) -> int:
 
     def run() -> None:
         with calls:
-            rehearsal.uncompiled()
+            dry_run.uncompiled()
 
     library_calls = LibraryCalls()
     try:
-        _intercepted(rehearsal, library_calls, run)
+        _intercepted(dry_run, library_calls, run)
     except SamplewiseError as error:
         raise Undecided("this update is not finite") from error
     return library_calls.operations
 
 
-def refuse_library_bound(rehearsal: Rehearsal, operations: int) -> None:
+def refuse_library_bound(dry_run: DryRun, operations: int) -> None:
     """Raise DoesNotPay before anything is compiled, if that would take long and library calls take most of the time of
     an update.
     """
@@ -77,7 +77,7 @@ def refuse_library_bound(rehearsal: Rehearsal, operations: int) -> None:
         return
     calls = LibraryCalls()
     try:
-        taken = _intercepted(rehearsal, calls, lambda: seconds(rehearsal.uncompiled))
+        taken = _intercepted(dry_run, calls, lambda: seconds(dry_run.uncompiled))
     except SamplewiseError:
         return  # this update is not finite
     share = calls.seconds / taken
@@ -88,28 +88,28 @@ def refuse_library_bound(rehearsal: Rehearsal, operations: int) -> None:
         )
 
 
-def _intercepted(rehearsal: Rehearsal, calls: LibraryCalls, run: Callable[[], Any]) -> Any:
+def _intercepted(dry_run: DryRun, calls: LibraryCalls, run: Callable[[], Any]) -> Any:
     """Return run() while `calls` intercepts operations, and undo the update that it computes."""
 
     def update() -> Any:
         with calls:
             return run()
 
-    with rehearsal.without_grads():
-        return rehearsal.undone(update)
+    with dry_run.without_grads():
+        return dry_run.undone(update)
 
 
-def refuse_slower(program: Program, rehearsal: Rehearsal, start: int) -> None:
+def refuse_slower(program: Program, dry_run: DryRun, start: int) -> None:
     """Raise DoesNotPay if the program is not faster than uncompiled updates."""
     times: list[tuple[float, float]] = []
 
     def gain() -> float:
         return 1 - median(compiled / uncompiled for compiled, uncompiled in times)
 
-    with rehearsal.without_grads():
+    with dry_run.without_grads():
         while len(times) < ROUNDS or (abs(gain()) < CLOSE and len(times) < MOST):
-            uncompiled = rehearsal.undone(lambda: seconds(rehearsal.uncompiled))
-            compiled = rehearsal.undone(lambda: seconds(lambda: rehearsal.compiled(program, start)))
+            uncompiled = dry_run.undone(lambda: seconds(dry_run.uncompiled))
+            compiled = dry_run.undone(lambda: seconds(lambda: dry_run.compiled(program, start)))
             times.append((compiled, uncompiled))
     if gain() < GAIN:
         compiled, uncompiled = (median(values) for values in zip(*times, strict=True))

@@ -1,4 +1,4 @@
-"""Kernels of a graph in a few libraries.
+"""Kernels of a graph: the C++ code that Inductor generates, compiled to a few libraries.
 
 Inductor makes one library for each kernel. For most kernels, starting the C++ compiler, reading headers and linking
 takes longer than compiling the code. Kernels of one graph are therefore compiled together.
@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-
-from samplewise.step.compiled.hoisted_scalars import hoist_scalars
 
 ENTRY = re.compile(r'(extern "C"\s+void\s+)kernel\(')
 INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
@@ -79,8 +76,22 @@ def joined_kernels(async_compile: type, load: Callable[[str], ctypes.CDLL]) -> I
         scope.update({name: value.kernel for name, value in pending.items()})
         wait(self, scope)
 
-    with mock.patch.multiple(async_compile, cpp_pybinding=cpp_pybinding, wait=joined_wait):
+    # Inductor has no option to compile several kernels together, and generated modules name this class.
+    with replaced(async_compile, {"cpp_pybinding": cpp_pybinding, "wait": joined_wait}):
         yield
+
+
+@contextmanager
+def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Replace attributes of a class or module inside the block."""
+    originals = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
 
 
 def _compile(pending: Sequence[Pending], load: Callable[[str], ctypes.CDLL]) -> None:
@@ -97,3 +108,43 @@ def _compile(pending: Sequence[Pending], load: Callable[[str], ctypes.CDLL]) -> 
 def _source(pending: Sequence[Pending]) -> str:
     includes = dict.fromkeys(line for each in pending for line in INCLUDE.findall(each.source))
     return "\n".join([*includes, *(each.code(index) for index, each in enumerate(pending))])
+
+
+# --- hoisted scalars --------------------------------------------------------------------------------------------------
+
+# The loop of an optimizer reads learning rate, momentum and the finite flag from memory. The C++ compiler reads and
+# converts them again for each vector, because the store of a vector may change any memory. Tensors of different dtypes
+# share none, so that a scalar may be read before a block of loops that stores other dtypes only. Inductor has no option
+# and no pass for this, and the kernel exists only as text, so the text is changed. Code that these expressions do not
+# recognize stays as it is.
+POINTER = re.compile(r"(const )?(\w+)\* (\w+_ptr\d+)(?=[,)])")
+BLOCK = re.compile(r"^    \{\n(.*?)^    \}\n", re.MULTILINE | re.DOTALL)
+SCALAR = re.compile(r"^( +auto tmp\d+ = )(\w+_ptr\d+)\[static_cast<int64_t>\((\d+)L\)\];$", re.MULTILINE)
+NAME = re.compile(r"\w+_ptr\d+")
+
+
+def hoist_scalars(source: str) -> str:
+    """Source of a kernel in which each block of loops reads its scalars first."""
+    pointers = POINTER.findall(source)
+    types = {name: kind for _, kind, name in pointers}
+    writable = {name for const, _, name in pointers if not const}
+    return BLOCK.sub(lambda block: _hoisted(block[0], types, writable), source)
+
+
+def _hoisted(block: str, types: dict[str, str], writable: set[str]) -> str:
+    used = set(NAME.findall(SCALAR.sub("", block)))
+    stored = {types.get(name, "") for name in used & writable}
+    if not used <= types.keys():
+        return block
+    reads: dict[str, str] = {}
+
+    def local(found: re.Match[str]) -> str:
+        start, name, index = found.groups()
+        if name not in types or types[name] in stored:
+            return found[0]
+        value = f"{name}_{index}"
+        reads[value] = f"        const auto {value} = {name}[{index}];\n"
+        return f"{start}{value};"
+
+    changed = SCALAR.sub(local, block)
+    return "    {\n" + "".join(reads.values()) + changed.removeprefix("    {\n")

@@ -1,4 +1,4 @@
-"""Rehearsal of an update: it is computed uncompiled or by a program, and undone."""
+"""Dry run of an update, which is computed uncompiled or by a program, and undone; verification of a program by it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import snapshot
+from samplewise.errors import SamplewiseError
 from samplewise.step.accumulate import Accumulator
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.program import Program
@@ -17,8 +18,10 @@ from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.window import Window
 
+DRY_RUN = -2  # version of no hyperparameters: a program writes its scalars before a dry run and after it
 
-class Rehearsal:
+
+class DryRun:
     """The update of one microbatch, any number of times from the same state. `whole`: with the division of the gradient
     sums and, if `formula`, with the optimizer's step; otherwise the gradient sums only.
 
@@ -71,7 +74,7 @@ class Rehearsal:
 
     def compiled(self, program: Program, start: int) -> tuple[Tensor, Sequence[Tensor]] | None:
         """Compute the update from row `start` by a program; None if it is not finite."""
-        results = program(start, era=-2)
+        results = program(start, hyperparameter_version=DRY_RUN)
         if results is None:
             return None
         found = self._touched if self.steps else list(program.gradients(results).values())
@@ -101,3 +104,47 @@ class Rehearsal:
             return update()
         finally:
             self.undo()
+
+
+# --- verification -----------------------------------------------------------------------------------------------------
+
+# An optimizer can scale a gradient that consists of rounding errors up to a full step, so single parameters may differ;
+# with a wrong graph all parameters differ.
+APART = 0.1  # allowed difference, relative to the norm of the update
+LOSSES = 1e-3  # allowed difference of losses, absolute and relative
+
+Found = tuple[Tensor, list[Tensor]]  # losses, and changed tensors or gradients
+
+
+@torch.no_grad()
+def agrees(program: Program, dry_run: DryRun, start: int) -> bool | None:
+    """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite."""
+
+    def uncompiled() -> Found:
+        losses, found = dry_run.uncompiled()
+        return losses, [t.clone() for t in found]
+
+    def compiled() -> Found | None:
+        found = dry_run.compiled(program, start)
+        return None if found is None else (found[0], [t.clone() for t in found[1]])
+
+    try:
+        losses, expected = dry_run.undone(uncompiled)
+        dry_run.undone(program.record)
+        results = dry_run.undone(compiled)
+    except SamplewiseError:
+        return None
+    if results is None:
+        return None
+    same = torch.allclose(results[0], losses, rtol=LOSSES, atol=LOSSES)
+    origin = dry_run.origin(expected)
+    return same and _length(results[1], expected) <= APART * _length(expected, origin) + 1e-12
+
+
+def _length(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Euclidean norm of the difference of two lists of tensors."""
+    return float(sum(_wide(x - y).abs().square().sum() for x, y in zip(a, b, strict=True))) ** 0.5
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)

@@ -5,59 +5,55 @@ compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from samplewise.core.text import plural
 from samplewise.engine.backward import accumulate_grad
-from samplewise.step.compiled.programs import Programs
-from samplewise.step.eager import EagerUpdates
-from samplewise.step.window import BatchCursor, Window
+from samplewise.step.compiled.program_cache import ProgramCache
+from samplewise.step.eager import EagerRunner
+from samplewise.step.window import BatchCursor
 from samplewise.transforms.stats import SampleStats
 
 
-class CompiledGradients:
+class MicrobatchRunner:
     """Updates made by `eager`, with gradients from compiled code where possible."""
 
-    def __init__(self, eager: EagerUpdates):
+    def __init__(self, eager: EagerRunner):
         self.eager = eager
         self.builder = eager.builder
-        self.apply = eager.apply
-        self.programs = Programs(eager, whole=False)
-        self.slow_compile_notice = self.programs.slow_compile_notice
+        self.run = eager.run
+        self.cache = ProgramCache(eager, whole=False)
+        self.slow_compile_notice = self.cache.slow_compile_notice
         self.builder.compiled_sums = self.add
         self.compiled = False  # whether gradients were compiled
 
-    def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Window]:
-        return self.eager.fill(cursor, blocks)
-
     @property
     def status(self) -> str:
-        if self.programs.gave_up is not None:
-            return self.programs.gave_up
+        if self.cache.gave_up is not None:
+            return self.cache.gave_up
         if self.builder.defers:
             return "transforms that need the whole window are compiled only in a single process"
         if self.compiled:
             return "compiled"
-        if self.programs.slower:
-            return next(iter(self.programs.slower.values()))
+        if self.cache.slower:
+            return next(iter(self.cache.slower.values()))
         return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
 
     def add(self, microbatch: Any) -> SampleStats | None:
         """Add the gradient sums of a microbatch to `.grad`, and return its per-sample results. None: nothing was done,
         and the microbatch must be computed uncompiled, as those of the first update, which is checked for mistakes.
         """
-        if self.programs.gave_up is not None or self.builder.counters.updates == 0:
+        if self.cache.gave_up is not None or self.builder.counters.updates == 0:
             return None
         evaluator = self.builder.evaluator
         ready = evaluator.ready
         evaluator.ready = None  # a program is verified in passes of its own
         try:
             cursor = BatchCursor(microbatch)
-            program = self.programs.get(cursor, cursor.left)
+            program = self.cache.get(cursor, cursor.left)
         finally:
             evaluator.ready = ready
-        results = None if program is None else program(0, era=0)
+        results = None if program is None else program(0, hyperparameter_version=0)
         if program is None or results is None:
             return None
         for name, gradient in program.separate_gradients(results).items():
@@ -71,11 +67,11 @@ class CompiledGradients:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.eager.load_state_dict(state)
-        self.programs.load_state_dict(self.eager.state_dict())
+        self.cache.load_state_dict(self.eager.state_dict())
         self.compiled = False
 
     def rank_state(self) -> dict[str, Any]:
-        return self.programs.state_dict()
+        return self.cache.state_dict()
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        self.programs.load_state_dict(state)
+        self.cache.load_state_dict(state)

@@ -9,23 +9,23 @@ their addresses.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.step.compiled import inductor
-from samplewise.step.compiled.joined_kernels import Kernel
-from samplewise.step.compiled.library_calls import Handles, LibraryCall, as_library_call
-from samplewise.step.compiled.raw_view import raw_view
+from samplewise.step.compiled.kernels import Kernel, replaced
+from samplewise.step.compiled.optim import raw_view
 
 CHUNK = 256  # maximum number of updates in one call, without checking guards in between
 LARGE = 2**24  # bytes of intermediate tensors, which are not reused within an update, up to which it is recorded
 
-Call = tuple[Kernel | LibraryCall, tuple[Tensor, ...]]  # a kernel or library call and its arguments
+Call: TypeAlias = "tuple[Kernel | LibraryCall, tuple[Tensor, ...]]"  # a kernel or library call and its arguments
 
 
 class KernelReplay:
@@ -117,7 +117,7 @@ def record(
     kernels = {name: kernel for name, kernel in vars(module).items() if isinstance(kernel, Kernel)} if module else {}
     calls: list[Call] = []
     noting = {name: _noting(kernel, calls) for name, kernel in kernels.items()}
-    with _replaced(module, noting), LibraryCalls(calls) as others:
+    with replaced(module, noting), CallRecorder(calls) as others:
         results = run([*bound, *batch])
     given = [thing for _, things in calls for thing in things]
     fit = calls and not others.seen and all(isinstance(thing, Tensor) for thing in given)
@@ -153,19 +153,7 @@ def _noting(kernel: Kernel, calls: list[Call]) -> Callable[..., None]:
     return called
 
 
-@contextmanager
-def _replaced(module: Any, others: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in others}
-    try:
-        for name, other in others.items():
-            setattr(module, name, other)
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(module, name, original)
-
-
-class LibraryCalls(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Add matrix products to `calls`; count other dispatched operations, which a recording cannot contain."""
 
     def __init__(self, calls: list[Call]) -> None:
@@ -228,3 +216,64 @@ extern "C" int64_t drive(Job* job, int64_t start, int64_t step, int64_t updates,
     return updates;
 }
 """
+
+
+# --- library calls ----------------------------------------------------------------------------------------------------
+
+# Matrix products are called through the C interface of libtorch, whose functions take handles, which are pointers to
+# at::Tensor objects, and return zero on success.
+aten = torch.ops.aten
+SYMBOLS = {
+    aten.mm.out: "aoti_torch_cpu_mm_out",
+    aten.bmm.out: "aoti_torch_cpu_bmm_out",
+    aten.addmm.out: "aoti_torch_cpu_addmm_out",
+    aten.baddbmm.out: "aoti_torch_cpu_baddbmm_out",
+}
+DELETE = "aoti_torch_delete_tensor_object"
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """C function of a matrix product; `numbers` are its last arguments, beta and alpha."""
+
+    symbol: str
+    numbers: tuple[float, ...]
+
+    def source(self, function: str, tensors: Sequence[str]) -> str:
+        """C expression of the call, which is true if it fails."""
+        types = ["void*"] * len(tensors) + ["double"] * len(self.numbers)
+        values = [*tensors, *map(repr, self.numbers)]
+        return f"((int32_t (*)({', '.join(types)})){function})({', '.join(values)})"
+
+    @property
+    def address(self) -> int:
+        found = inductor.libtorch_function(self.symbol)
+        assert found is not None
+        return found
+
+
+def as_library_call(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[LibraryCall, tuple[Tensor, ...]] | None:
+    """Return the C function of a dispatched operation and its tensors; None if there is none."""
+    symbol = SYMBOLS.get(function)
+    if symbol is None or None in map(inductor.libtorch_function, (symbol, DELETE)):
+        return None
+    weighed = function in (aten.addmm.out, aten.baddbmm.out)
+    numbers = (float(kwargs.get("beta", 1)), float(kwargs.get("alpha", 1))) if weighed else ()
+    return LibraryCall(symbol, numbers), (kwargs["out"], *args)
+
+
+class Handles:
+    """Handles of tensors, deleted together with this object."""
+
+    def __init__(self) -> None:
+        self._made: list[int] = []
+        delete = inductor.libtorch_function(DELETE)
+        if delete is not None:  # otherwise `as_library_call` finds none
+            weakref.finalize(self, inductor.delete_tensor_handles, delete, self._made)
+
+    def of(self, tensors: Sequence[Tensor]) -> list[int]:
+        made = inductor.tensor_handles(tensors)
+        self._made += made
+        return made

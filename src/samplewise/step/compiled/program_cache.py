@@ -1,4 +1,4 @@
-"""Programs of a step: compile them for the structure and shape of their samples, guard and verify them.
+"""Cache of compiled programs: compile them for the structure and shape of their samples, guard and verify them.
 
 Before a program is used for the first time, its results and its speed are compared with those of uncompiled code. When
 a program cannot be made, the step continues uncompiled; with compile=True it warns once.
@@ -21,37 +21,32 @@ from samplewise.core.reachable import Reachable
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural
 from samplewise.errors import SamplewiseError, TrainingWarning
-from samplewise.step.accumulate import WeightedAccumulator
-from samplewise.step.compiled import inductor
-from samplewise.step.compiled.batch_signature import has_rows, signature
+from samplewise.step.accumulate import PlainAccumulator, WeightedAccumulator
+from samplewise.step.compiled import CannotCompile, DoesNotPay, Undecided, inductor
 from samplewise.step.compiled.calls import Calls, ValueReads, description
-from samplewise.step.compiled.errors import CannotCompile, DoesNotPay, Undecided
-from samplewise.step.compiled.guards import Guards, has_hooks, hooks_in
-from samplewise.step.compiled.optim_buckets import OptimBuckets
-from samplewise.step.compiled.optim_formulas import formula_of
-from samplewise.step.compiled.program import Program
-from samplewise.step.compiled.rehearsal import Rehearsal
-from samplewise.step.compiled.settings import describe
+from samplewise.step.compiled.dry_run import DryRun, agrees
+from samplewise.step.compiled.guards import Guards, describe, has_hooks, hooks_in
+from samplewise.step.compiled.optim import OptimBuckets, formula_of
+from samplewise.step.compiled.profitability import count_operations, refuse_library_bound, refuse_slower
+from samplewise.step.compiled.program import Program, has_rows, signature
 from samplewise.step.compiled.tracing import Tensors, trace_backward
-from samplewise.step.compiled.trial import count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.update_fn import CompiledUpdate
-from samplewise.step.compiled.verify import agrees
 from samplewise.step.config import StepConfig
-from samplewise.step.eager import EagerUpdates
+from samplewise.step.eager import EagerRunner
 from samplewise.step.window import BatchCursor
 
 SHAPES = 4  # maximum number of sample shapes that are compiled
 CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
 
 
-class Programs:
+class ProgramCache:
     """Compiled programs by the signature of their samples. `whole`: a program makes a whole update; otherwise it
     computes the gradient sums of a microbatch. `gave_up`: why nothing is compiled any more; `known`: sample shapes
     admitted for compilation; `slower`: those among them that stay uncompiled, because compiled updates are not faster,
     with the reason.
     """
 
-    def __init__(self, eager: EagerUpdates, whole: bool):
+    def __init__(self, eager: EagerRunner, whole: bool):
         self.builder = eager.builder
         self.evaluator = eager.builder.evaluator
         self.applier = eager.applier
@@ -62,7 +57,7 @@ class Programs:
         self.slower: dict[str, str] = {}
         self._tried: set[str] = set()  # shapes whose programs are faster
         self._failed: set[str] = set()  # those among them that could not be compiled again, after a change
-        self.found: dict[Any, Program | None] = {}
+        self.programs: dict[Any, Program | None] = {}
         self._guards: Guards | None = None
         self._changes = 0
         self._values: dict[str, int] = {}  # checksums of guarded values, by shape, since the last change
@@ -109,19 +104,19 @@ class Programs:
         self._values = dict(state.get("values", {}))
         self._settings = ()
         self._description = state.get("settings") or describe(self._compiled_settings())
-        self.found = {}
+        self.programs = {}
         self._guards = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State without compiled code, which is bound to tensors; a copy compiles again."""
-        return {**vars(self), "found": {}, "_guards": None}
+        return {**vars(self), "programs": {}, "_guards": None}
 
     # --- guards ----------------------------------------------------------------------------------------------------
 
     @property
-    def era(self) -> int:
+    def hyperparameter_version(self) -> int:
         """Identifies the hyperparameters of the optimizer at the last call of `guards_hold` or `get`."""
-        return 0 if self._guards is None else self._guards.era
+        return 0 if self._guards is None else self._guards.hyperparameter_version
 
     def _compiled_settings(self) -> tuple[Any, ...]:
         """Settings that are part of the compiled code."""
@@ -140,7 +135,7 @@ class Programs:
         self._settings = settings
         description = self._description
         self._description = describe(settings)
-        self.found = {}
+        self.programs = {}
         self._guards = None
         return self._description == description or self._discard()
 
@@ -152,7 +147,7 @@ class Programs:
 
     def _discard(self) -> bool:
         """Discard all compiled code; returns False."""
-        self.found = {}
+        self.programs = {}
         self._guards = None
         self._values = {}
         self._changes += 1
@@ -177,16 +172,16 @@ class Programs:
                 return None
             if self._guards is not None and not self.guards_hold() and self.gave_up is not None:
                 return None  # otherwise it is compiled again, at once, as after a resume
-            if key not in self.found:
-                self.found[key] = self._compile(cursor, size, record_norms, shape)
-            program = self.found[key]
+            if key not in self.programs:
+                self.programs[key] = self._compile(cursor, size, record_norms, shape)
+            program = self.programs[key]
             if program is not None:
                 program.feed(cursor.batch)
                 program.verified = program.verified or self._accepts(program, cursor, size, shape)
         except Undecided:
             return None
         except DoesNotPay as reason:
-            self.found[key] = None
+            self.programs[key] = None
             self._stay_uncompiled(shape, size, str(reason))
             return None
         except Exception as problem:  # raised by tracing or compiling; nothing has been changed
@@ -230,16 +225,16 @@ class Programs:
         with such samples: imports, caches, attributes. A resumed run, whose process has not called them yet, then
         compiles the same code as an uninterrupted one.
         """
-        rehearsal = self._rehearsal(example)
+        dry_run = self._dry_run(example)
         try:
-            with rehearsal.without_grads(), _quietly():
+            with dry_run.without_grads(), _quietly():
                 inductor.load_compiler()
-                rehearsal.undone(rehearsal.uncompiled)
+                dry_run.undone(dry_run.uncompiled)
         except SamplewiseError as error:
             raise Undecided("this update is not finite") from error
         before.restore_values()
         if self._guards is not None and not self._guards.hold():
-            self.found = {}  # other programs were compiled without what this call has made
+            self.programs = {}  # other programs were compiled without what this call has made
             self._values = {}
 
     def _compile_repeated_call(
@@ -250,7 +245,7 @@ class Programs:
         calls = Calls(Reachable([cached.__wrapped__ for cached in state.caches]).codes)
         try:
             with _quietly():
-                self._rehearse(example, shape, calls)
+                self._count_and_time(example, shape, calls)
         finally:
             state.restore()
         guards = Guards(self.evaluator.modules, functions, self.applier.optimizer, calls)
@@ -263,7 +258,7 @@ class Programs:
             finally:
                 state.restore()
             program = Program(update, tensors, example)
-        guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
+        guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.optimizer_settings)
         self._guards = guards
         return program
 
@@ -277,15 +272,15 @@ class Programs:
                 raise Undecided("too many changes")
         self._values[shape] = values
 
-    def _rehearse(self, example: Any, shape: str, calls: Calls) -> None:
+    def _count_and_time(self, example: Any, shape: str, calls: Calls) -> None:
         """Compute the update before it is traced. Raises DoesNotPay if it would not be faster compiled."""
-        rehearsal = self._rehearsal(example)
-        operations = count_operations(rehearsal, calls)
+        dry_run = self._dry_run(example)
+        operations = count_operations(dry_run, calls)
         if shape not in self._tried:
-            refuse_library_bound(rehearsal, operations)
+            refuse_library_bound(dry_run, operations)
 
-    def _rehearsal(self, example: Any) -> Rehearsal:
-        return Rehearsal(
+    def _dry_run(self, example: Any) -> DryRun:
+        return DryRun(
             self.builder.make_accumulator(),
             self.evaluator,
             self.applier,
@@ -300,13 +295,13 @@ class Programs:
         update is not finite.
         """
         start = cursor.consumed
-        rehearsal = self._rehearsal(cut(cursor.batch, start, start + size, cursor.rows))
-        with rehearsal.without_grads():
-            same = agrees(program, rehearsal, start)
+        dry_run = self._dry_run(cut(cursor.batch, start, start + size, cursor.rows))
+        with dry_run.without_grads():
+            same = agrees(program, dry_run, start)
         if same is False:
             raise CannotCompile(self._why_different())
         if same and shape not in self._tried:
-            refuse_slower(program, rehearsal, start)
+            refuse_slower(program, dry_run, start)
             self._tried.add(shape)
         if same:
             self._failed.discard(shape)
@@ -325,9 +320,9 @@ class Programs:
     ) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
         optimizer = self.applier.optimizer
-        chain = self.config.transforms
         tensors = Tensors.of(evaluator)
-        accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
+        accumulator = self.builder.make_accumulator()
+        assert isinstance(accumulator, (PlainAccumulator, WeightedAccumulator))
         with ValueReads():
             backward = trace_backward(accumulator, tensors, example, self.whole)
         formula = formula_of(optimizer) if self.whole else None
@@ -377,7 +372,7 @@ class Programs:
 
     def _give_up(self, reason: str) -> None:
         self.gave_up = reason
-        self.found = {}
+        self.programs = {}
         self._guards = None
         self._warn(f"updates stay uncompiled: {reason}")
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import inductor, kernel_replay, library_calls
+from samplewise.step.compiled import inductor, replay
 
 ROWS = 12
 
@@ -49,22 +49,23 @@ def steps(**options):
 def called(monkeypatch):
     """Symbols of the library calls that are recorded."""
     found = []
+    as_library_call = replay.as_library_call
 
     def noted(*arguments):
-        call = library_calls.as_library_call(*arguments)
+        call = as_library_call(*arguments)
         if call is not None:
             found.append(call[0].symbol)
         return call
 
-    monkeypatch.setattr(kernel_replay, "as_library_call", noted)
+    monkeypatch.setattr(replay, "as_library_call", noted)
     return found
 
 
 CACHED = """
 import torch
-import test_kernel_replay
-_, quick = test_kernel_replay.steps(samples=1)
-quick.run([test_kernel_replay.batch()])
+import test_replay
+_, quick = test_replay.steps(samples=1)
+quick.run([test_replay.batch()])
 assert quick.compiled == "compiled", quick.compiled
 """
 
@@ -93,7 +94,7 @@ def test_library_calls_are_replayed(called, options):
         for _ in step.over(batches):
             pass
     assert quick.compiled == "compiled"
-    (program,) = quick._updates.programs.found.values()
+    (program,) = quick._runner.cache.programs.values()
     assert program.can_make_many
     assert {"aoti_torch_cpu_mm_out", "aoti_torch_cpu_bmm_out"} <= set(called)
     for a, b in zip(plain.model.parameters(), quick.model.parameters(), strict=True):
@@ -103,14 +104,14 @@ def test_library_calls_are_replayed(called, options):
 @pytest.mark.parametrize("what", ["too much memory", "no such function"])
 def test_not_recorded(monkeypatch, what):
     if what == "too much memory":
-        monkeypatch.setattr(kernel_replay, "LARGE", 1000)
+        monkeypatch.setattr(replay, "LARGE", 1000)
     else:
         monkeypatch.setattr(inductor, "libtorch_function", lambda symbol: None)
     given = batch()
     plain, quick = steps(samples=1)
     for step in (plain, quick):
         step.run([given])
-    (program,) = quick._updates.programs.found.values()
+    (program,) = quick._runner.cache.programs.values()
     assert quick.compiled == "compiled" and not program.can_make_many
     for a, b in zip(plain.model.parameters(), quick.model.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
@@ -119,14 +120,14 @@ def test_not_recorded(monkeypatch, what):
 def test_beta_and_alpha():
     a, b, c = torch.randn(5, 7), torch.randn(7, 3), torch.randn(5, 3)
     calls = []
-    with kernel_replay.LibraryCalls(calls) as others:
+    with replay.CallRecorder(calls) as others:
         expected = torch.addmm(c, a, b, beta=0.5, alpha=-2.0, out=torch.empty(5, 3)).clone()
         torch.baddbmm(c[None], a[None], b[None], out=torch.empty(1, 5, 3))
     (call, given), (other, _) = calls
     assert call.numbers == (0.5, -2.0) and other.numbers == (1.0, 1.0)
     assert others.seen > 0  # the clone
     given[0].zero_()
-    handles = library_calls.Handles()
+    handles = replay.Handles()
     values = handles.of(given)
     source = f"""
     #include <stdint.h>
@@ -144,18 +145,18 @@ _pointer = inductor.ctypes.c_void_p
 def test_handles_are_deleted(monkeypatch):
     deleted = []
     monkeypatch.setattr(inductor, "delete_tensor_handles", lambda _, handles: deleted.extend(handles))
-    handles = library_calls.Handles()
+    handles = replay.Handles()
     made = handles.of([torch.zeros(2), torch.zeros(3)])
     assert len(set(made)) == 2
     del handles
     gc.collect()
     assert set(made) <= set(deleted)  # others may be those of programs of earlier tests
     monkeypatch.undo()
-    inductor.delete_tensor_handles(inductor.libtorch_function(library_calls.DELETE), deleted)
+    inductor.delete_tensor_handles(inductor.libtorch_function(replay.DELETE), deleted)
 
 
 def test_handles_are_deleted_without_another_look_up(monkeypatch):
-    handles = library_calls.Handles()
+    handles = replay.Handles()
     handles.of([torch.zeros(2)])
     monkeypatch.setattr(inductor, "libtorch_function", lambda symbol: None)
     del handles
