@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import warnings
@@ -15,7 +14,7 @@ import typer
 from torch import Tensor, nn
 
 from samplewise.cli.recipe_file import shortened
-from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.files import sha256
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.base import check_base, with_base
@@ -53,12 +52,12 @@ class TrainedModel:
     @property
     def checksum(self) -> str:
         """SHA-256 of names, dtypes, shapes and values of the saved parameters and buffers."""
-        digest = hashlib.sha256()
-        for name, tensor in self.state["model"].items():
-            if isinstance(tensor, Tensor):
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor_bytes(tensor))
-        return digest.hexdigest()
+        return sha256(
+            content
+            for name, tensor in self.state["model"].items()
+            if isinstance(tensor, Tensor)
+            for content in (f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor)
+        )
 
     def parameters(self, model: nn.Module) -> dict[str, Any]:
         """State dict for a model of the recipe; raises CheckpointError if it does not fit."""

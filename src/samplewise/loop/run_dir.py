@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from samplewise.core.atomic_io import atomic_write
 from samplewise.core.directory_lock import DirectoryLock
-from samplewise.core.format_version import RUN_FILE, RUN_VERSION, other_version
+from samplewise.core.files import RUN_FILE, RUN_VERSION, other_version, read_json, write_json
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.format import STATE_FILE
@@ -87,14 +85,9 @@ class RunDirectory:
         """Raise CheckpointError if there is a run.json of another format version."""
         path = self.directory / RUN_FILE
         try:
-            about = json.loads(path.read_bytes())
+            about = read_json(path, CheckpointError, "Restore it from a backup, or start a new run directory.")
         except FileNotFoundError:
             return
-        except (OSError, ValueError, RecursionError) as why:
-            raise CheckpointError(
-                f"{path} must be readable JSON; found {type(why).__name__}: {why}. Restore it from a backup, or start "
-                "a new run directory."
-            ) from why
         version = about.get("format_version") if isinstance(about, dict) else None
         if type(version) is not int or version != RUN_VERSION:
             raise CheckpointError(other_version(path, version, RUN_VERSION))
@@ -134,8 +127,7 @@ class RunDirectory:
         """Write run.json."""
         if current_group().rank == 0:
             content = {"format_version": RUN_VERSION, "name": self.directory.name, **about}
-            with atomic_write(self.directory / RUN_FILE, self.directory / f".{RUN_FILE}.partial") as file:
-                file.write(json.dumps(content, indent=1).encode())
+            write_json(self.directory / RUN_FILE, content)
 
     def write(self, **fields: Any) -> None:
         """Append a line to the log, on rank 0."""

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.atomic_io import absolute
 from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import to_device
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
+from samplewise.core.files import absolute
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint

@@ -7,14 +7,13 @@ checksums of the parameters that it leaves out, so that it is only resumed with 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from samplewise.core.files import sha256
 from samplewise.core.snapshot import checksum
-from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.errors import CheckpointError
 from samplewise.parallel.group import current_group
 from samplewise.parallel.sharded_parameters import is_dtensor
@@ -87,9 +86,7 @@ def _digest(tensor: Tensor) -> str:
     whole: Any = tensor.detach()
     if is_dtensor(whole):
         whole = whole.full_tensor()
-    digest = hashlib.sha256(f"{whole.dtype} {tuple(whole.shape)}".encode())
-    digest.update(tensor_bytes(whole))
-    return digest.hexdigest()
+    return sha256([f"{whole.dtype} {tuple(whole.shape)}", whole])
 
 
 def _sum(tensor: Tensor) -> Tensor:
