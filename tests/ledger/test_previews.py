@@ -193,7 +193,7 @@ def test_previews_are_written_after_epochs_1_2_4_and_8(tmp_path):
     looked = []
     ledger = sw.Ledger(tmp_path, show=lambda i: looked.append(i) or "")
     step = sw.Step(nn.Linear(1, 1), sw.sgd(0.1), lambda m, b: m(b["x"]).squeeze(1))
-    ledger.on_fit_start(SimpleNamespace(fast_dev_run=False, run=None), step)
+    ledger.on_fit_start(SimpleNamespace(fast_dev_run=False, run=None, loader=None), step)
     for epoch in range(9):
         for update in step.over([{"x": torch.ones(2, 1), "id": torch.arange(2)}]):
             ledger.on_update(update)
