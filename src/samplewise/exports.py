@@ -46,7 +46,7 @@ from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
 from samplewise.loop import loggers as loggers
-from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
+from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import already_sharded as already_sharded
 from samplewise.loop.fit_result import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer

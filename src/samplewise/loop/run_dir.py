@@ -10,11 +10,11 @@ from typing import Any
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import RUN_FILE, RUN_VERSION, other_version, read_json, write_json
 from samplewise.errors import CheckpointError
-from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint import io
+from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints
 from samplewise.loop.checkpoint.format import STATE_FILE
+from samplewise.loop.checkpoint.io import BackgroundWriter
 from samplewise.loop.checkpoint.state import check_trainer_state
-from samplewise.loop.checkpoint.storage import BackgroundWriter
-from samplewise.loop.checkpoint.store import FOLDER, Checkpoints
 from samplewise.loop.log import Log
 from samplewise.parallel.group import current_group, on_every_rank
 
@@ -121,7 +121,7 @@ class RunDirectory:
 
     def check(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Raise if the state could not be saved, before the training starts."""
-        storage.check({**state, "per_rank": [own]})
+        io.check({**state, "per_rank": [own]})
 
     def describe(self, **about: Any) -> None:
         """Write run.json."""
@@ -155,7 +155,7 @@ class RunDirectory:
             raise ValueError(f"the name of a saved model must be a file name without a path; found {name!r}.")
         path = self.directory / f"{name}.ckpt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        storage.write(path, state)
+        io.write(path, state)
         return path
 
     def finish(self) -> None:
@@ -182,7 +182,7 @@ def _read_on_all_ranks(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = {}
     error: CheckpointError | None = None
     try:
-        state = storage.read_for_rank(path)
+        state = io.read_for_rank(path)
         check_trainer_state(path, state)
     except CheckpointError as why:
         error = why

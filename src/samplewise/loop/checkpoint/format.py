@@ -44,8 +44,9 @@ from samplewise.loop.checkpoint.schema import COUNT, DICT, TEXT, Schema, check
 
 FORMAT = "samplewise checkpoint"
 # 1: one file, or a directory with torch's pickle. 2: a directory of files of version 1. 3: without model.safetensors,
-# settings and base. 4: with the random state of CUDA devices only. None of them was released.
-VERSION = 5
+# settings and base. 4: with the random state of CUDA devices only. 5: with other keys in the state. None of them was
+# released.
+VERSION = 6
 STATE_FILE = "state.json"
 CONTENTS = {STATE_FILE: VERSION, ".metadata": 1, "state.ckpt": 2}  # file in each checkpoint of a version
 MODEL_FILE = "model.safetensors"
