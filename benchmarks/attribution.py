@@ -246,4 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sw.keep_freed_memory()
     main()

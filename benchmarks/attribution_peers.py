@@ -182,4 +182,5 @@ def relative_difference(ours, theirs):
 
 
 if __name__ == "__main__":
+    sw.keep_freed_memory()
     main()

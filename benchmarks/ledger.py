@@ -109,4 +109,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sw.keep_freed_memory()
     main()

@@ -152,4 +152,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sw.keep_freed_memory()
     main()

@@ -223,4 +223,5 @@ def main(row: str, rounds: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
+    sw.keep_freed_memory()
     main(*sys.argv[1:])

@@ -186,4 +186,5 @@ def line(contest: Contest, name: str, ours: Loop, theirs: Loop, rounds: int, clo
 
 
 if __name__ == "__main__":
+    sw.keep_freed_memory()
     main()

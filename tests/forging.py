@@ -14,7 +14,7 @@ import torch
 
 from samplewise.loop.checkpoint.encoding import Encoder, to_json
 from samplewise.loop.checkpoint.format import FORMAT, VERSION, Chunk, write_shard
-from samplewise.loop.checkpoint.storage import SHARED
+from samplewise.loop.checkpoint.io import SHARED
 
 
 class Bomb:

@@ -55,7 +55,7 @@ import sys
 sys.modules.update(dict.fromkeys({EXTRAS}))
 import torch
 import samplewise as sw
-import samplewise.loop.checkpoint.store
+import samplewise.loop.checkpoint.directory
 
 model = torch.nn.Linear(2, 1)
 step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b)[:, 0], transforms=[sw.clip(1.0)])

@@ -58,6 +58,7 @@ __all__ = [
     "group",
     "influence",
     "input_gradients",
+    "keep_freed_memory",
     "load_checkpoint",
     "loggers",
     "noise",

@@ -10,6 +10,7 @@ from samplewise.attribution.trak import trak as trak
 from samplewise.backward import BackwardResult as BackwardResult
 from samplewise.backward import backward as backward
 from samplewise.check import check as check
+from samplewise.core.allocator import keep_freed_memory as keep_freed_memory
 from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
 from samplewise.core.constants import batch_constants as batch_constants
 from samplewise.core.memory import auto as auto
@@ -45,7 +46,7 @@ from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
 from samplewise.loop import loggers as loggers
-from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
+from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import already_sharded as already_sharded
 from samplewise.loop.fit_result import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer

@@ -14,7 +14,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.attribution import EKFAC
 from samplewise.attribution.sampled_labels import SampledLoss
-from samplewise.core.tensor_file import read_tensors, write_tensors
+from samplewise.core.files import read_tensors, write_tensors
 from samplewise.testing.case import noise
 
 

@@ -272,7 +272,7 @@ def test_a_model_whose_process_was_killed_before_its_first_row(tmp_path):
     *_, wanted = filled(tmp_path)
     folder = tmp_path / "model-0001"
     folder.mkdir()
-    for name in ("model.json.partial", None):
+    for name in (".model.json.partial", None):
         again = sw.attribution.ProjectedStore(tmp_path, 16)
         assert again.models == 1
         if name is not None:

@@ -595,8 +595,8 @@ def test_a_killed_command_leaves_the_old_results(run):
     before = {path.name: path.read_bytes() for path in (run / "attribution").iterdir()}
     code = (
         "import os, signal, sys\n"
-        "from samplewise.core import atomic_io\n"
-        "atomic_io.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from samplewise.core import files\n"
+        "files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from samplewise.cli.main import main\n"
         "main()\n"
     )

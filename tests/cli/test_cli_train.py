@@ -11,7 +11,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.cli import training
 from samplewise.errors import TrainingWarning
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.directory import Checkpoints
 from samplewise.step.step import Step
 
 ACCURACY = "\n\ndef metrics():\n    return {'accuracy': lambda out, batch: (out.argmax(1) == batch[1]).float()}\n"

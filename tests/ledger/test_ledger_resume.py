@@ -13,7 +13,7 @@ import torch
 from recorded_run import loader, trainer
 
 import samplewise as sw
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.directory import Checkpoints
 
 SCRIPT = Path(__file__).with_name("recorded_run.py")
 EPOCHS = 4

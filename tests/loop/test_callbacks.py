@@ -7,7 +7,7 @@ import pytest
 from small import loader, log, make
 
 from samplewise.loop.callbacks import EarlyStopping, MaxTime, ModelCheckpoint
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.directory import Checkpoints
 
 OVER = "loss has not improved for 2 epochs"
 

@@ -17,10 +17,10 @@ from small import loader, make, parameters
 import samplewise as sw
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
-from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint import io
+from samplewise.loop.checkpoint.directory import Checkpoints
 from samplewise.loop.checkpoint.encoding import DTYPES
 from samplewise.loop.checkpoint.state import check_trainer_state
-from samplewise.loop.checkpoint.store import Checkpoints
 
 SOURCE = Path(sw.__file__).parent
 NEWEST = "update-000000099.ckpt"
@@ -39,7 +39,7 @@ def newest(run):
 
 
 def state_of(run):
-    return storage.read(run / "checkpoints" / "update-000000003.ckpt")
+    return io.read(run / "checkpoints" / "update-000000003.ckpt")
 
 
 def resumed(run):
@@ -98,7 +98,7 @@ def test_an_old_format_is_refused(run, tmp_path, write):
     write(run)
     found, messages = resumed(run)
     assert messages == [
-        f"{newest(run)} must have format version 5; found 1, which this version of samplewise does not read: use the "
+        f"{newest(run)} must have format version 6; found 1, which this version of samplewise does not read: use the "
         "version that wrote it, or start a new run directory. Trying the previous checkpoint."
     ]
     assert torch.equal(found, expected(tmp_path))
@@ -166,17 +166,17 @@ def test_a_pickle_in_place_of_a_model(run, bomb):
     path = run / "best-loss-000000003.ckpt"
     path.write_bytes(BOMBS[bomb]())
     with nothing_unpickled(), pytest.raises(CheckpointError, match=r"must be a checkpoint file written by samplewise"):
-        storage.read(path)
+        io.read(path)
     assert not Path("exploded").exists()
 
 
 def test_bytes_in_a_state_stay_bytes(tmp_path, monkeypatch):
     """A loader or a callback may keep a pickle of its own: it is not ours to load."""
     monkeypatch.chdir(tmp_path)
-    state = {"trainer": {"place": {"state": pickled()}}, "callbacks": {"Mine": {"kept": [pickled()]}}}
-    storage.write(tmp_path / "a.ckpt", state)
+    state = {"trainer": {"position": {"state": pickled()}}, "callbacks": {"Mine": {"kept": [pickled()]}}}
+    io.write(tmp_path / "a.ckpt", state)
     with nothing_unpickled():
-        assert storage.read(tmp_path / "a.ckpt") == state
+        assert io.read(tmp_path / "a.ckpt") == state
     assert not Path("exploded").exists()
 
 
@@ -200,7 +200,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(run, name):
         path.unlink()
     os.mkfifo(path)
     with pytest.raises(CheckpointError, match=f"^{path} must be readable; found: it is not a regular file"):
-        storage.read(newest(run))
+        io.read(newest(run))
 
 
 # ------------------------------------------------------------------------------- one file, whole but wrong: the state
@@ -324,7 +324,7 @@ def test_a_state_that_write_does_not_make(tmp_path, name):
     state, found = WRONG_STATES[name]
     forge(path, state)
     with pytest.raises(CheckpointError) as error:
-        storage.read(path)
+        io.read(path)
     assert re.match(rf"{path}(/state\.json)? must contain exactly what was written to it; found ", str(error.value))
     assert str(error.value).endswith(". It is corrupt: use an earlier checkpoint.")
     assert any(part in str(error.value) for part in found.split("|")), str(error.value)
@@ -332,7 +332,7 @@ def test_a_state_that_write_does_not_make(tmp_path, name):
 
 def test_the_forged_file_is_wrong_in_nothing_else(tmp_path):
     forge(tmp_path / "a.ckpt", in_dict(TENSOR))
-    assert torch.equal(storage.read(tmp_path / "a.ckpt")["a"], TWO)
+    assert torch.equal(io.read(tmp_path / "a.ckpt")["a"], TWO)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -340,8 +340,8 @@ def test_the_forged_file_is_wrong_in_nothing_else(tmp_path):
 def test_every_dtype_that_is_listed(tmp_path, name):
     bytes_of = torch.arange(4 * DTYPES[name].itemsize, dtype=torch.uint8) % 2
     state = {"a": bytes_of.view(DTYPES[name]).reshape(2, 2), "empty": torch.empty(0, 3, dtype=DTYPES[name])}
-    storage.write(tmp_path / "a.ckpt", state)
-    back = storage.read(tmp_path / "a.ckpt")
+    io.write(tmp_path / "a.ckpt", state)
+    back = io.read(tmp_path / "a.ckpt")
     assert torch.equal(back["a"].view(torch.uint8), state["a"].view(torch.uint8))
     assert back["empty"].dtype == DTYPES[name] and back["empty"].shape == (0, 3)
 
@@ -356,7 +356,7 @@ def test_a_dtype_that_is_not_listed_is_not_written(tmp_path, dtype):
     with pytest.raises(
         TypeError, match=f"^a must be a plain, dense tensor with data; found .* and dtype {dtype} on cpu"
     ):
-        storage.write(tmp_path / "a.ckpt", {"a": tensor})
+        io.write(tmp_path / "a.ckpt", {"a": tensor})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -423,14 +423,14 @@ def test_a_header_that_write_does_not_make(tmp_path, name):
     data = bytes(8) if len(WRONG_HEADERS[name]) < 2 else bytes(20)
     write_header(path, WRONG_HEADERS[name], data, PAIR if "1" in WRONG_HEADERS[name] else in_dict(TENSOR))
     with pytest.raises(CheckpointError, match=REFUSED):
-        storage.read(path)
+        io.read(path)
 
 
 REFUSED = (
     r"^(?s:.*) must (contain exactly what was written to it; found .*\. It is corrupt: use an earlier checkpoint\."
     r"|be \d+ bytes long; found \d+\. It is truncated: .*\."
     r"|be a checkpoint file written by samplewise; found .*\. It is not a checkpoint: pass another path\."
-    r"|have format version 5; found .*, which this version of samplewise does not read: .*\.)$"
+    r"|have format version 6; found .*, which this version of samplewise does not read: .*\.)$"
 )
 
 
@@ -439,21 +439,21 @@ def test_metadata_that_write_does_not_make(tmp_path, name):
     path = tmp_path / "a.ckpt"
     write_header(path, entry(), bytes(8), in_dict(TENSOR), **WRONG_ABOUTS[name])
     with pytest.raises(CheckpointError, match=REFUSED):
-        storage.read(path)
+        io.read(path)
 
 
 def test_the_forged_header_is_wrong_in_nothing_else(tmp_path):
     write_header(tmp_path / "a.ckpt", entry(), bytes(8), in_dict(TENSOR))
-    assert torch.equal(storage.read(tmp_path / "a.ckpt")["a"], torch.zeros(2))
+    assert torch.equal(io.read(tmp_path / "a.ckpt")["a"], torch.zeros(2))
 
 
-@pytest.mark.parametrize("version", [6, 1000000])
+@pytest.mark.parametrize("version", [7, 1000000])
 def test_a_newer_version_is_refused(tmp_path, version):
     write_header(tmp_path / "a.ckpt", {}, format_version=version)
     with pytest.raises(CheckpointError) as error:
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
     assert str(error.value) == (
-        f"{tmp_path / 'a.ckpt'} must have format version 5; found {version}, which this version of samplewise does not "
+        f"{tmp_path / 'a.ckpt'} must have format version 6; found {version}, which this version of samplewise does not "
         "read: it was written by a newer one; upgrade with pip install --upgrade samplewise."
     )
 
@@ -468,7 +468,7 @@ def model_state():
 def test_chunks_come_back_whole(tmp_path):
     for ranks in (1, 2, 3, 5):
         write_directory(tmp_path / f"{ranks}", model_state(), ranks)
-        back = storage.read(tmp_path / f"{ranks}")
+        back = io.read(tmp_path / f"{ranks}")
         assert list(back) == ["model", "update"] and back["update"] == 3
         assert all(torch.equal(back["model"][name], t) for name, t in model_state()["model"].items())
 
@@ -549,7 +549,7 @@ WRONG_CHUNKS = {
 def test_chunks_that_are_not_those_of_the_tensor(tmp_path, change):
     write_directory(tmp_path / "a.ckpt", model_state(), change=change)
     with pytest.raises(CheckpointError) as error:
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
     assert re.sub(r"a\.ckpt/[\w.-]+ ", "a.ckpt ", str(error.value)) == (
         f"{tmp_path / 'a.ckpt'} must contain exactly what was written to it; found {WRONG_CHUNKS[change]}. It is "
         "corrupt: use an earlier checkpoint."
@@ -620,18 +620,18 @@ def test_a_directory_whose_state_is_of_another_kind(tmp_path, name):
     changes = {"shards": changes(shards)} if callable(changes) else changes
     write_directory(tmp_path / "a.ckpt", model_state(), **changes)
     with pytest.raises(CheckpointError) as error:
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
     assert str(error.value).endswith(". It is corrupt: use an earlier checkpoint.")
     assert any(part in str(error.value) for part in found.split("|")), str(error.value)
 
 
-@pytest.mark.parametrize("version", [1, 2, 4, -1, None, "5", [5]])
+@pytest.mark.parametrize("version", [1, 2, 5, -1, None, "6", [6]])
 def test_another_version_of_a_directory_is_refused(tmp_path, version):
     write_directory(tmp_path / "a.ckpt", model_state(), format_version=version)
     with pytest.raises(CheckpointError) as error:
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
     assert str(error.value) == (
-        f"{tmp_path / 'a.ckpt'} must have format version 5; found {'none' if version is None else repr(version)}, "
+        f"{tmp_path / 'a.ckpt'} must have format version 6; found {'none' if version is None else repr(version)}, "
         "which this version of samplewise does not read: use the version that wrote it, or start a new run directory."
     )
 
@@ -639,14 +639,14 @@ def test_another_version_of_a_directory_is_refused(tmp_path, version):
 def test_a_version_that_is_nan_is_no_json(tmp_path):
     write_directory(tmp_path / "a.ckpt", model_state(), format_version=float("nan"))
     with pytest.raises(CheckpointError, match=r"found the number NaN in JSON\. It is corrupt"):
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
 
 
 def test_a_state_that_is_too_long_is_not_read(tmp_path):
     write_directory(tmp_path / "a.ckpt", model_state())
     os.truncate(tmp_path / "a.ckpt" / "state.json", 10**9)  # no blocks are allocated
     with pytest.raises(CheckpointError, match=r"state.json must be a checkpoint file .*; found a file that is too"):
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
 
 
 def test_a_file_of_another_checkpoint_is_refused(tmp_path):
@@ -660,13 +660,13 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"rank-1.safetensors must contain exactly what was .*; found another checksum\. It is"
     ):
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
 
 
 def test_an_empty_directory(tmp_path):
     (tmp_path / "a.ckpt").mkdir()
     with pytest.raises(CheckpointError, match=r"state.json must be readable; found: .*No such file"):
-        storage.read(tmp_path / "a.ckpt")
+        io.read(tmp_path / "a.ckpt")
 
 
 # ---------------------------------------------------------------------------------------------- the state of a trainer
@@ -683,7 +683,7 @@ def places(state, place=()):
             "counters",
             "precision",
             "window",
-            "place",
+            "position",
         ):
             yield from places(value, (*place, key))
 
@@ -693,8 +693,8 @@ OPTIONAL = {
     ("step", "memory"),
     ("step", "layouts"),
     ("trainer", "data"),
-    ("trainer", "place", "state"),
-    ("running", "lr"),
+    ("trainer", "position", "state"),
+    ("meters", "lr"),
     ("step", "precision"),
 }
 
@@ -728,15 +728,15 @@ def test_every_key_that_is_missing_is_named(run):
 
 COUNTS = [
     ("trainer", "epoch"),
-    ("trainer", "log"),
-    ("trainer", "used"),
-    ("trainer", "place", "batches"),
-    ("trainer", "place", "inside"),
+    ("trainer", "log_bytes"),
+    ("trainer", "samples_used"),
+    ("trainer", "position", "batches"),
+    ("trainer", "position", "batch_offset"),
     ("step", "counters", "updates"),
     ("step", "counters", "samples"),
     ("step", "counters", "epochs"),
     ("step", "precision", "since_change"),
-    ("running", "lines", "samples"),
+    ("meters", "lines", "samples"),
 ]
 
 
@@ -790,7 +790,7 @@ OTHER_CONTENT = {
 
 
 @pytest.mark.parametrize("name", OTHER_CONTENT)
-@pytest.mark.parametrize("write", [storage.write, write_directory])
+@pytest.mark.parametrize("write", [io.write, write_directory])
 def test_a_checkpoint_of_other_content_is_passed_over(run, tmp_path, name, write):
     write(newest(run), OTHER_CONTENT[name])
     found, messages = resumed(run)
@@ -801,7 +801,7 @@ def test_a_checkpoint_of_other_content_is_passed_over(run, tmp_path, name, write
 def test_nothing_but_other_content(run):
     for path in (run / "checkpoints").iterdir():
         shutil.rmtree(path)
-    storage.write(newest(run), {"a": 1})
+    io.write(newest(run), {"a": 1})
     log = (run / "log.jsonl").read_bytes()
     message = "^resuming needs a readable checkpoint; found none among 1 in "
     with pytest.warns(CheckpointWarning, match="found no trainer"), pytest.raises(CheckpointError, match=message):
@@ -821,12 +821,12 @@ UNFIT = {
         "random state",
     ),
     "a random state of Python that is none": (("per_rank", 0, "random", "python"), (3, "x", None), "random state"),
-    "a position with another field": (("trainer", "place", "more"), 1, "loader"),
+    "a position with another field": (("trainer", "position", "more"), 1, "loader"),
     "data that is a number": (("trainer", "data"), 5, "loader"),
     "data of a rank that is a text": (("trainer", "data"), ["text"], "loader"),
     "data that is a dict": (("trainer", "data"), {"batch size": 3}, "loader"),
     "compiled code that is none": (("step", "compiling"), {}, "step"),
-    "window sums of no parameter": (("step", "window", "sums"), {"none": TWO}, "step"),
+    "window sums of no parameter": (("step", "window", "gradient_sums"), {"none": TWO}, "step"),
     "a counter that there is not": (("step", "counters", "more"), 1, "step"),
 }
 
@@ -834,7 +834,7 @@ UNFIT = {
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_state_that_does_not_fit_is_named(run, name):
     place, value, what = UNFIT[name]
-    storage.write(newest(run), changed(state_of(run), place, value))
+    io.write(newest(run), changed(state_of(run), place, value))
     log = (run / "log.jsonl").read_bytes()
     message = (
         rf"^a checkpoint must fit the {what} of the run that it is loaded into; found (\w+: |'[\w.]+' with ).*\. Use "
@@ -862,7 +862,7 @@ def test_a_resumed_run_does_not_remove_a_file_that_a_checkpoint_names(tmp_path):
     run = tmp_path / "run"
     make(run, [ModelCheckpoint(best=1)]).fit(loader(), validate=loader(), epochs=1)
     forged = {"values": [1e9], "names": [os.path.relpath(precious, run)]}
-    storage.write(newest(run), changed(state_of(run), ("callbacks", "ModelCheckpoint"), forged))
+    io.write(newest(run), changed(state_of(run), ("callbacks", "ModelCheckpoint"), forged))
     message = (
         r"^a checkpoint must fit the callbacks of the run .* in place of the name of a checkpoint best-\*\.ckpt\. Use"
     )

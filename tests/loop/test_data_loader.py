@@ -33,7 +33,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 import samplewise as sw
 from samplewise.core.snapshot import RandomState
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint import io
 from samplewise.loop.data import adapters, rng
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 
@@ -257,7 +257,7 @@ def rest_of_run(resumable, first):
     seen = []
     for epoch in range(first, EPOCHS):
         for batch, position in resumable.epoch(epoch):
-            seen.append((epoch, rows(batch)[position.inside :], torch.rand(()).item()))
+            seen.append((epoch, rows(batch)[position.batch_offset :], torch.rand(()).item()))
         resumable.seek(DataPosition())
     return seen
 
@@ -281,8 +281,8 @@ def whole_run(resumable):
 
 
 def through_a_file(path, place):
-    storage.write(path, {"place": vars(place)})
-    return DataPosition(**storage.read(path)["place"])
+    io.write(path, {"place": vars(place)})
+    return DataPosition(**io.read(path)["place"])
 
 
 def assert_goes_on(make, saved, seen, path):
@@ -350,7 +350,7 @@ def test_only_the_rest_is_fetched(kind):
     assert len(whole.asked) == SAMPLES
     resumable = ResumableLoader(kind(rest, **SHUFFLED), seed=7)
     resumable.seek(place)
-    assert [position.inside for _, position in resumable.epoch(0)] == [3, 0]
+    assert [position.batch_offset for _, position in resumable.epoch(0)] == [3, 0]
     assert rest.asked == whole.asked[4:]  # the second batch once more, and the third
 
 
@@ -582,7 +582,7 @@ def test_another_kind_of_loader(begun, resumed):
     resumable.commit(1)
     other.seek(resumable.committed)
     if begun == resumed:
-        assert next(other.epoch(0))[1].inside == 1
+        assert next(other.epoch(0))[1].batch_offset == 1
         return
     with pytest.raises(sw.CheckpointError, match=f"the kind of loader it was started with, {begun}; found {resumed}"):
         next(other.epoch(0))
@@ -603,7 +603,7 @@ def test_another_number_of_workers(workers):
 
 def test_another_batch_size():
     resumable = ResumableLoader(DataLoader(Samples(), batch_size=2), seed=7)
-    resumable.seek(DataPosition(batches=1, inside=3))
+    resumable.seek(DataPosition(batches=1, batch_offset=3))
     with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 are recorded as used"):
         next(resumable.epoch(0))
 

@@ -144,7 +144,7 @@ def test_a_model_that_was_saved_by_name(trainer):
     path = trainer.save_model("mine")
     trainer.save_model("mine")  # replaces it
     state = sw.load_checkpoint(path)
-    assert path == trainer.run / "mine.ckpt" and sorted(state) == ["base", "model", "update"]
+    assert path == trainer.run / "mine.ckpt" and sorted(state) == ["frozen", "model", "update"]
     assert same(state["model"], trainer.model.state_dict())
     assert not list(trainer.run.glob(".*"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small import loader, make
 
-from samplewise.core import atomic_io
+from samplewise.core import files
 from samplewise.loop.meters import peak_memory
 
 
@@ -25,7 +25,7 @@ def bare(monkeypatch):
     monkeypatch.setattr(Path, "read_text", without_proc)
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.delattr(signal, "SIGCHLD", raising=False)
-    monkeypatch.setattr(atomic_io, "sync_directory", lambda path: None)
+    monkeypatch.setattr(files, "sync_directory", lambda path: None)
 
 
 def test_train_stop_and_resume(tmp_path, bare):

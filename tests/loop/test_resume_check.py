@@ -18,8 +18,8 @@ from torch.utils.data import (
 
 from samplewise.errors import CheckpointError, TrainingWarning
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.checkpoint.storage import read, write
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.directory import Checkpoints
+from samplewise.loop.checkpoint.io import read, write
 from samplewise.loop.data.resume_check import describe, differences
 
 DATA = TensorDataset(X, Y)

@@ -101,6 +101,16 @@ def test_the_lock_of_a_killed_process_is_no_obstacle(tmp_path, reaped):
         assert trains(tmp_path)
 
 
+def test_a_suspended_process_keeps_its_lock(tmp_path, hasty):
+    """On the same machine it is known to exist, however long its heartbeat is overdue."""
+    with training(tmp_path) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        age(tmp_path, 3600)
+        with pytest.raises(CheckpointError, match=f"{IN_USE}process {process.pid} "):
+            make(tmp_path).fit(loader(), epochs=1)
+        os.kill(process.pid, signal.SIGCONT)
+
+
 def test_readers_need_no_lock(tmp_path):
     pytest.importorskip("pyarrow")
     from samplewise.report.page import write_report

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.core import slow_notice
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
-from samplewise.loop.checkpoint.storage import read
+from samplewise.loop.checkpoint.io import read
 from samplewise.loop.metrics import accuracy
 from samplewise.loop.progress import make_display
 from samplewise.step.compiled import CannotCompile, program_cache

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
+from samplewise.parallel import ddp
 from samplewise.parallel.group import current_group
 
 SAMPLES = 16  # the ranks have equally many
@@ -111,6 +112,37 @@ def test_a_static_graph_is_refused(two):
     )
     assert two.errors(grads, "static graph", True, "clip") == [message] * 2
     assert two.errors(grads, "static graph", False, "plain") == [message] * 2
+
+
+def late_import(passed):
+    """samplewise is imported after the process group and the wrapper were made."""
+    model = DistributedDataParallel(net())
+    ddp._wrappers.clear()
+    ddp._knows_all_wrappers = False
+    try:
+        given = {"wrapper": model, "module": model.module, "tensors": list(model.parameters())}[passed]
+        x, y, *_ = data()
+        own = slice(current_group().rank, SAMPLES, current_group().size)
+        losses = F.cross_entropy(model(x[own]), y[own], reduction="none")
+        sw.backward(losses, given, denominator=len(losses))
+    finally:
+        ddp._knows_all_wrappers = True
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_wrapper_that_was_made_before_samplewise_was_imported(two):
+    model = net()
+    x, y, *_ = data()
+    F.cross_entropy(model(x[:SAMPLES]), y[:SAMPLES]).backward()
+    for found in two.run(late_import, "wrapper"):
+        torch.testing.assert_close(found, [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-14)
+    message = (
+        "DistributedError: a DistributedDataParallel must be known, because it sums gradients over ranks; found "
+        "parameters that may belong to one: the process group was initialized before samplewise was first used. Pass "
+        "the DistributedDataParallel as the model, or import samplewise.parallel before init_process_group."
+    )
+    assert two.errors(late_import, "module") == [message] * 2
+    assert two.errors(late_import, "tensors") == [message] * 2
 
 
 def flattened():

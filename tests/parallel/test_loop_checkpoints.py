@@ -18,8 +18,8 @@ from test_loop_trainer import going_on, loader, log, parameters, trainer
 import samplewise as sw
 from samplewise.errors import CheckpointError, CheckpointWarning, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint, SetLR
-from samplewise.loop.checkpoint import storage
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint import io
+from samplewise.loop.checkpoint.directory import Checkpoints
 from samplewise.parallel.group import current_group
 
 
@@ -45,19 +45,19 @@ class Releases:
 
 
 def slowly(run):
-    gate, write = threading.Event(), storage.write_shard
+    gate, write = threading.Event(), io.write_shard
 
     def held_up(*given):
         assert gate.wait(60)
         return write(*given)
 
-    storage.write_shard = held_up
+    io.write_shard = held_up
     try:
         releases = Releases(run, 2, gate)
         made = trainer(run, [releases, ModelCheckpoint(every="2up")])
         made.fit(loader(), updates=4)
     finally:
-        storage.write_shard = write
+        io.write_shard = write
     return releases.there
 
 
@@ -79,7 +79,7 @@ def as_it_was(run):
                 kept.append(parameters(trainer).clone())
 
     trainer(run, [Keeps(), ModelCheckpoint(every="2up")]).fit(loader(), updates=3)
-    saved = storage.read(run / "checkpoints" / "update-000000002.ckpt")["model"]
+    saved = io.read(run / "checkpoints" / "update-000000002.ckpt")["model"]
     return torch.equal(kept[0], torch.cat([tensor.flatten() for tensor in saved.values()]))
 
 
@@ -125,13 +125,13 @@ def failing(run, where):
         raise OSError("no space left")
 
     name, rank = {"shard": ("write_shard", 1), "state": ("write_state", 0)}[where]
-    original = getattr(storage, name)
+    original = getattr(io, name)
     if current_group().rank == rank:
-        setattr(storage, name, fail)
+        setattr(io, name, fail)
     try:
         trainer(run, [ModelCheckpoint(every="2up")]).fit(loader(), updates=4)
     finally:
-        setattr(storage, name, original)
+        setattr(io, name, original)
 
 
 @pytest.mark.parametrize("where", ["shard", "state"])
@@ -241,7 +241,7 @@ def test_one_process_reads_what_two_ranks_wrote_without_a_pickle(saved, tmp_path
     newest = copied(saved, tmp_path / "run")
     (newest / ".metadata").write_bytes(pickled())
     with nothing_unpickled():
-        state = storage.read(newest)
+        state = io.read(newest)
     assert state["step"]["counters"]["updates"] == 4 and not (tmp_path / "exploded").exists()
 
 
@@ -253,7 +253,7 @@ def test_a_pickle_in_place_of_a_file_of_two_ranks(saved, tmp_path, monkeypatch, 
     (newest / name).write_bytes(BOMBS[bomb]())
     message = f"{newest / name} must be a checkpoint file written by samplewise; found "
     with nothing_unpickled(), pytest.raises(CheckpointError, match=f"^{message}"):
-        storage.read(newest)
+        io.read(newest)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -272,7 +272,7 @@ def test_two_ranks_pass_over_a_pickle(two, saved, tmp_path):
     for name in (".metadata", "__0_0.distcp", "rest.ckpt"):
         (forged / name).write_bytes(pickled())
     for messages in two.run(passing_over, tmp_path / "run"):
-        assert len(messages) == 1 and "must have format version 5; found 1, which this version of" in messages[0]
+        assert len(messages) == 1 and "must have format version 6; found 1, which this version of" in messages[0]
     assert "update-000000006.ckpt" in names(tmp_path / "run") and not (tmp_path / "exploded").exists()
 
 
@@ -445,7 +445,7 @@ def test_frozen_parameters_are_left_out(two, tmp_path, parallel):
     parts = two.run(partly_frozen, tmp_path / "run", parallel, 2)
     assert all(map(torch.equal, whole, parts))
     state = sw.load_checkpoint(tmp_path / "run")
-    assert set(state["base"]) == {"0.weight", "0.bias"} and set(state["model"]) == {"2.weight", "2.bias"}
+    assert set(state["frozen"]) == {"0.weight", "0.bias"} and set(state["model"]) == {"2.weight", "2.bias"}
     for error in two.errors(partly_frozen, tmp_path / "run", parallel, 3, 1):
         assert error.startswith(
             "CheckpointError: a checkpoint without frozen parameters (save='trained') must be resumed"

@@ -129,7 +129,7 @@ def read(resumable, epoch=0, batches=None):
     """(number of the sample, what was drawn for it)"""
     found = []
     for done, (batch, position) in enumerate(resumable.epoch(epoch), 1):
-        numbers, drawn = (torch.as_tensor(part).reshape(-1)[position.inside :].tolist() for part in batch)
+        numbers, drawn = (torch.as_tensor(part).reshape(-1)[position.batch_offset :].tolist() for part in batch)
         found += zip(numbers, drawn, strict=True)
         if done == batches:
             break
@@ -180,7 +180,11 @@ def used(name, size, batches):
     places = [resumable.position_after(0) for resumable in loaders]
     if size == 1:
         return shares[0], loaders[0].state(0), loaders[0]
-    return in_turn(shares), {"places": [vars(p) for p in places], "used": loaders[0]._used(places)}, loaders[0]
+    return (
+        in_turn(shares),
+        {"positions": [vars(p) for p in places], "samples_used": loaders[0]._used(places)},
+        loaders[0],
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_where_only_as_many_can_go_on(name, monkeypatch):
     with pytest.raises(CheckpointError, match=re.escape(message)):
         of(name, 0, 2).load(state, 0)
     fresh = of(name, 0, 2)
-    fresh.load({"place": vars(DataPosition())}, 1)  # between epochs it makes no difference
+    fresh.load({"position": vars(DataPosition())}, 1)  # between epochs it makes no difference
     assert len(read(fresh, 1)) == len(range(0, SAMPLES, 2))
 
 
@@ -256,7 +260,7 @@ def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, aft
     there = resumable(0, before, sizes[0])
     assert there._used(places) == used
     there.seek(places[0])
-    state = there.state(0) if before == 1 else {"places": list(map(vars, places)), "used": used}
+    state = there.state(0) if before == 1 else {"positions": list(map(vars, places)), "samples_used": used}
     rest = []
     for rank in range(after):
         with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 import samplewise as sw
 from samplewise.cli.main import app
 from samplewise.errors import DistributedError
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.directory import Checkpoints
 from samplewise.parallel import launch
 from samplewise.parallel.launch import agree_on_prefix, resolve_device
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import samplewise as sw
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
-from samplewise.loop.checkpoint.storage import read
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.directory import Checkpoints
+from samplewise.loop.checkpoint.io import read
 from samplewise.loop.events import EVENTS
 from samplewise.loop.loggers import CSV
 from samplewise.parallel.group import current_group

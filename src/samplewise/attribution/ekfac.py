@@ -14,13 +14,12 @@ from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, Kro
 from samplewise.attribution.curvature import Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac_fit import fit
 from samplewise.attribution.sampled_labels import SampledLoss
-from samplewise.core.atomic_io import absolute
 from samplewise.core.batches import check_loader
 from samplewise.core.constants import same_constants
+from samplewise.core.files import absolute, read_tensors, write_tensors
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
-from samplewise.core.tensor_file import read_tensors, write_tensors
 from samplewise.core.text import listed
 from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.errors import StoreError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.batches import cut, length
 from samplewise.core.constants import same_constants
 from samplewise.core.directory_lock import DirectoryLock
+from samplewise.core.files import sha256
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
-from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.engine.gradients import project
 from samplewise.engine.quantities import Projection
 from samplewise.errors import StoreError
@@ -133,20 +132,18 @@ def adam_scale(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def checksum_of_model(model: nn.Module) -> str:
     """SHA-256 of names, dtypes, shapes and values of parameters and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
+    return sha256(
+        content
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        for content in (f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}", tensor)
+    )
 
 
 def checksum_of_scale(scale: Mapping[str, Tensor] | None) -> str:
     """SHA-256 of names and values; empty for None."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted((scale or {}).items()):
-        digest.update(name.encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest() if scale is not None else ""
+    if scale is None:
+        return ""
+    return sha256(content for name in sorted(scale) for content in (name, scale[name]))
 
 
 def skip_samples(loader: Iterable[Any], samples: int, check: Callable[[Any], None]) -> Iterator[Any]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from samplewise.attribution.rows_file import RowsFile
-from samplewise.core.atomic_io import atomic_write
-from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.files import atomic_write, tensor_bytes
 from samplewise.core.text import plural
 from samplewise.errors import StoreError
 from samplewise.parallel.group import current_group

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from samplewise.core.atomic_io import absolute, sync_directory
+from samplewise.core.files import absolute, atomic_write
 
 HEADER = 128  # bytes; a multiple of 64, as the format asks
 
@@ -21,19 +21,11 @@ def npy_matrix(path: str | os.PathLike[str], rows: int, columns: int) -> Iterato
 
     The matrix is in a temporary file, which is renamed after the block, or removed on an error.
     """
-    final = absolute(path)
-    temporary = final.with_name(final.name + ".partial")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(_header(rows, columns))
-            file.truncate(HEADER + 4 * rows * columns)
-        yield mapped(temporary, rows, columns, shared=True)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
-        sync_directory(final.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_write(absolute(path)) as file:
+        file.write(_header(rows, columns))
+        file.truncate(HEADER + 4 * rows * columns)
+        file.flush()
+        yield mapped(Path(file.name), rows, columns, shared=True)
 
 
 def mapped(path: Path, rows: int, columns: int, *, shared: bool = False) -> Tensor:

@@ -12,7 +12,6 @@ a crash, are not part of the file, and the next append overwrites them.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -20,12 +19,11 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from samplewise.core.atomic_io import atomic_write, sync_file
-from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.files import read_json, sync_file, tensor_bytes, write_json
 from samplewise.core.text import plural
 from samplewise.errors import StoreError
 
-PARTIAL_INDEX = "model.json.partial"
+PARTIAL_INDEX = ".model.json.partial"  # left by a process that was killed while it created the directory
 Dtype = Literal["float16", "float32"]
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -112,9 +110,7 @@ class RowsFile:
         return torch.from_file(str(self.directory / name), shared=False, size=size, dtype=dtype).view(len(self), width)
 
     def _write_index(self, index: ModelIndex) -> None:
-        path = self.directory / "model.json"
-        with atomic_write(path, self.directory / PARTIAL_INDEX) as file:
-            file.write(json.dumps(asdict(index), indent=1).encode())
+        write_json(self.directory / "model.json", asdict(index))
 
     def _check_sizes(self) -> None:
         for name, width, dtype in self._files.values():
@@ -129,12 +125,12 @@ class RowsFile:
                 )
 
 
-def read_json(path: Path, types: dict[str, type]) -> dict[str, Any]:
+def read_index(path: Path, types: dict[str, type]) -> dict[str, Any]:
     """Read a JSON object whose values have the given types."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path, ValueError, "")
         valid = isinstance(content, dict) and all(type(content[name]) is type_ for name, type_ in types.items())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         valid = False
     if not valid:
         raise invalid(path)
@@ -147,7 +143,7 @@ def invalid(path: Path) -> StoreError:
 
 def _read(path: Path, dim: int) -> ModelIndex:
     types = {"count": int, "model": str, "weighted": bool, "scaling": str, "layers": list}
-    content = read_json(path, types)
+    content = read_index(path, types)
     try:
         layers = tuple((name, width) for name, width in content["layers"])
     except (TypeError, ValueError):

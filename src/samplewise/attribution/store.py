@@ -8,7 +8,6 @@ store.lock          names the process that is writing, see `core.directory_lock`
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,10 +35,10 @@ from samplewise.attribution.features import (
 from samplewise.attribution.kernel import CHUNK, Kernels, largest
 from samplewise.attribution.npy import mapped, npy_matrix
 from samplewise.attribution.outputs import OutputFn
-from samplewise.attribution.rows_file import DTYPES, PARTIAL_INDEX, ModelIndex, RowsFile, read_json
-from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.attribution.rows_file import DTYPES, PARTIAL_INDEX, ModelIndex, RowsFile, read_index
 from samplewise.core.constants import with_constants
 from samplewise.core.directory_lock import DirectoryLock
+from samplewise.core.files import absolute, write_json
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.progress import progress
@@ -369,8 +368,7 @@ class ProjectedStore:
                     "it from a backup, or choose another directory."
                 )
             content = {"format": FORMAT} | self._settings
-            with atomic_write(index, index.with_suffix(".json.partial")) as file:
-                file.write(json.dumps(content, indent=1).encode())
+            write_json(index, content)
 
     def _open(self) -> list[RowsFile]:
         self._check_settings()
@@ -416,13 +414,13 @@ class ProjectedStore:
 
     def _check_settings(self) -> None:
         path = self.directory / "store.json"
-        version = read_json(path, {"format": int})["format"]
+        version = read_index(path, {"format": int})["format"]
         if version != FORMAT:
             raise StoreError(
                 f"{path} must have format {FORMAT}; found {version}. Use the version of samplewise that wrote it, or "
                 "fill a new store at another path."
             )
-        index = read_json(path, SETTINGS)
+        index = read_index(path, SETTINGS)
         for name, expected in self._settings.items():
             if index[name] != expected:
                 found = index[name] if index[name] != "" else None  # of blocks

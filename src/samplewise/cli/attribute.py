@@ -11,7 +11,7 @@ import typer
 from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.attribution_options import METHODS, Method, check_queries, method_named
 from samplewise.cli.recipe_file import read_source
-from samplewise.core.atomic_io import absolute
+from samplewise.core.files import absolute
 
 
 def attribute(

@@ -7,8 +7,6 @@ attribution.json   method, checkpoints, queries, and the checksum of scores.parq
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +25,7 @@ from samplewise.cli.attribution_subject import Subject
 from samplewise.cli.dataset_order import OrderedSamples
 from samplewise.cli.queries import Outcomes
 from samplewise.cli.recipe_file import shortened
-from samplewise.core.atomic_io import atomic_write
+from samplewise.core.files import sha256, write_bytes, write_json
 from samplewise.core.text import plural
 from samplewise.ledger.files import load_pyarrow, write_parquet
 from samplewise.ledger.previews import dataset_names
@@ -119,12 +117,12 @@ class Results:
         samples = torch.tensor(self.subject.train.indices)[order]
         parquet = _parquet(torch.tensor(self.queries), samples, values)
         page = self._page(samples, values).encode(errors="replace")  # a name may hold a lone surrogate
-        digest = {"scores.parquet": hashlib.sha256(parquet).hexdigest()}
+        digest = {"scores.parquet": sha256([parquet])}
         content = {"format": FORMAT, "format_version": VERSION, **self._settings(), "sha256": digest}
         try:
-            _write(directory / "scores.parquet", parquet)
-            _write(directory / "attribution.html", page)
-            _write(directory / "attribution.json", json.dumps(content, indent=1).encode())
+            write_bytes(directory / "scores.parquet", parquet)
+            write_bytes(directory / "attribution.html", page)
+            write_json(directory / "attribution.json", content)
         except OSError as why:
             typer.echo(f"the results cannot be written: {why}", err=True)
             raise typer.Exit(1) from why
@@ -218,11 +216,6 @@ class Results:
         checkpoints = (shown_path(model.path, self.here) for model in self.subject.models)
         queries = ", ".join(map(str, self.queries))
         return {**settings, "checkpoints": ", ".join(checkpoints), "queries": queries}
-
-
-def _write(path: Path, content: bytes) -> None:
-    with atomic_write(path, path.with_name(f".{path.name}.partial")) as file:
-        file.write(content)
 
 
 def _parquet(queries: Tensor, samples: Tensor, values: Tensor) -> bytes:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from samplewise.core.format_version import RUN_FILE
+from samplewise.core.files import RUN_FILE
 
 DEPTH = 3  # directories below the one that was typed
 

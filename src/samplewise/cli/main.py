@@ -29,6 +29,7 @@ from samplewise.cli.privacy import privacy
 from samplewise.cli.recipe_file import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.train import train
+from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.version import installed_version
 
 
@@ -135,6 +136,7 @@ def _format_warning(
 
 def main() -> None:
     warnings.formatwarning = _format_warning
+    keep_freed_memory()
     app(prog_name="samplewise")
 
 

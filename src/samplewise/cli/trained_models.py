@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import warnings
@@ -15,14 +14,14 @@ import typer
 from torch import Tensor, nn
 
 from samplewise.cli.recipe_file import shortened
-from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.files import sha256
 from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop.checkpoint import storage
-from samplewise.loop.checkpoint.base import check_base, with_base
+from samplewise.loop.checkpoint import io
+from samplewise.loop.checkpoint.directory import FOLDER, newest_first
 from samplewise.loop.checkpoint.format import STATE_FILE
-from samplewise.loop.checkpoint.store import FOLDER, newest_first
+from samplewise.loop.checkpoint.frozen_params import check_frozen, with_frozen
 
-NEEDED = ("model", "base", "loss", "running", "trainer")  # of the state in a checkpoint
+NEEDED = ("model", "frozen", "loss", "meters", "trainer")  # of the state in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class TrainedModel:
     @property
     def learning_rate(self) -> float | None:
         """Learning rate of the last update; None if the checkpoint does not have it."""
-        rate = self.state.get("running", {}).get("lr")
+        rate = self.state.get("meters", {}).get("lr")
         return rate if isinstance(rate, (int, float)) and math.isfinite(rate) else None
 
     @property
@@ -53,19 +52,19 @@ class TrainedModel:
     @property
     def checksum(self) -> str:
         """SHA-256 of names, dtypes, shapes and values of the saved parameters and buffers."""
-        digest = hashlib.sha256()
-        for name, tensor in self.state["model"].items():
-            if isinstance(tensor, Tensor):
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor_bytes(tensor))
-        return digest.hexdigest()
+        return sha256(
+            content
+            for name, tensor in self.state["model"].items()
+            if isinstance(tensor, Tensor)
+            for content in (f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor)
+        )
 
     def parameters(self, model: nn.Module) -> dict[str, Any]:
         """State dict for a model of the recipe; raises CheckpointError if it does not fit."""
-        base = self.state.get("base", {})
-        check_base(base, model)
-        state = with_base(self.state["model"], base, model)
-        state |= {name: state[name].clone() for name in base}  # not the tensors of the model itself
+        frozen = self.state.get("frozen", {})
+        check_frozen(frozen, model)
+        state = with_frozen(self.state["model"], frozen, model)
+        state |= {name: state[name].clone() for name in frozen}  # not the tensors of the model itself
         own = {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
         saved = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
         for name in dict.fromkeys([*own, *saved]):
@@ -94,7 +93,7 @@ def _read(run: Path, newest: int | None) -> list[TrainedModel]:
         if newest is not None and len(models) == newest:
             break
         try:
-            state = storage.read(path)
+            state = io.read(path)
             needed = {name: state[name] for name in NEEDED if name in state}
             models.insert(0, TrainedModel(path, _run_of(path), needed))
         except CheckpointError as why:

@@ -14,6 +14,14 @@ A dead holder's lock is replaced by the process that has created `.<name of the 
 processes succeeds. A holder that was suspended for longer than the lease, and whose lock was taken over, finds out at
 its next heartbeat or `verify` and stops with an error. No file stays open and no system lock is held, so a forked
 worker process inherits nothing.
+
+Why not `filelock`, which torch depends on (compared with version 4.2):
+
+    FileLock        a lock of the operating system: not reliable on network file systems, and it does not name its
+                    holder
+    SoftFileLease   takes the lock from a suspended process of this machine after the lease, so that two processes
+                    write; waits for the whole lease if the holder is a zombie; never takes over an empty lock file,
+                    which a crash leaves. It exists since 3.30, while torch accepts any version.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from samplewise.core.tensor_bytes import have_same_bytes
+from samplewise.core.files import have_same_bytes
 from samplewise.engine.backward_segments import Stops
 from samplewise.engine.generic import as_gradient
 from samplewise.engine.graph.graph import EdgeKey, Graph, Node

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from samplewise.core.atomic_io import atomic_write
+from samplewise.core.files import atomic_write
 from samplewise.errors import LedgerError, LedgerWarning
 
 if TYPE_CHECKING:

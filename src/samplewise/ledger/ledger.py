@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from samplewise.backward import BackwardResult
-from samplewise.core.atomic_io import absolute
+from samplewise.core.files import absolute
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import random_state
 from samplewise.core.text import plural

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.core.atomic_io import atomic_write
+from samplewise.core.files import write_json
 from samplewise.core.text import plural
 from samplewise.errors import LedgerWarning
 from samplewise.ledger.aggregate import SCORES, recommended_score, suspicion
@@ -101,8 +100,7 @@ def write_previews(run: Path, item: Callable[[Any], Any] | None, samples: Any, n
 
 def _write(run: Path, previews: dict[str, Preview], classes: list[str] | None) -> None:
     content = {"version": VERSION, **({"classes": classes} if classes else {}), "samples": previews}
-    with atomic_write(run / FILE, run / f".{FILE}.partial") as file:
-        file.write(json.dumps(content).encode())
+    write_json(run / FILE, content, indent=None)
 
 
 def _most_suspicious(samples: Any) -> Iterable[Any]:

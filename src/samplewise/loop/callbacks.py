@@ -13,9 +13,9 @@ import torch
 
 from samplewise.core.text import plural
 from samplewise.errors import CheckpointError
+from samplewise.loop.checkpoint.io import remove_checkpoint
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.state import savable
-from samplewise.loop.checkpoint.storage import remove_checkpoint
 from samplewise.loop.durations import interval
 from samplewise.loop.set_lr import SetLR as SetLR
 from samplewise.parallel.group import current_group
@@ -222,13 +222,13 @@ class LayerGradNorms:
     """
 
     def __init__(self) -> None:
-        self._noted = False  # the note was written
+        self._note_written = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"noted": self._noted}
+        return {"note_written": self._note_written}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._noted = state["noted"]
+        self._note_written = state["note_written"]
 
     def on_update(self, trainer: Trainer, update: Update) -> None:
         if not trainer.log_every.ends_with(update, trainer.step) or update.skipped:
@@ -239,8 +239,8 @@ class LayerGradNorms:
             values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
             found = _by_layer(dict(zip(norms, values, strict=True)))
             trainer.write("layers", update=done, norms=found)
-        elif not self._noted:
-            self._noted = True
+        elif not self._note_written:
+            self._note_written = True
             trainer.write("note", update=done, text=NO_GRADIENTS)
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samplewise.core.atomic_io import absolute
+from samplewise.core.files import absolute
 from samplewise.parallel.group import current_group
 
 if TYPE_CHECKING:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from samplewise.core.atomic_io import atomic_write
 from samplewise.core.directory_lock import DirectoryLock
-from samplewise.core.format_version import RUN_FILE, RUN_VERSION, other_version
+from samplewise.core.files import RUN_FILE, RUN_VERSION, other_version, read_json, write_json
 from samplewise.errors import CheckpointError
-from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint import io
+from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints
 from samplewise.loop.checkpoint.format import STATE_FILE
+from samplewise.loop.checkpoint.io import BackgroundWriter
 from samplewise.loop.checkpoint.state import check_trainer_state
-from samplewise.loop.checkpoint.storage import BackgroundWriter
-from samplewise.loop.checkpoint.store import FOLDER, Checkpoints
 from samplewise.loop.log import Log
 from samplewise.parallel.group import current_group, on_every_rank
 
@@ -87,14 +85,9 @@ class RunDirectory:
         """Raise CheckpointError if there is a run.json of another format version."""
         path = self.directory / RUN_FILE
         try:
-            about = json.loads(path.read_bytes())
+            about = read_json(path, CheckpointError, "Restore it from a backup, or start a new run directory.")
         except FileNotFoundError:
             return
-        except (OSError, ValueError, RecursionError) as why:
-            raise CheckpointError(
-                f"{path} must be readable JSON; found {type(why).__name__}: {why}. Restore it from a backup, or start "
-                "a new run directory."
-            ) from why
         version = about.get("format_version") if isinstance(about, dict) else None
         if type(version) is not int or version != RUN_VERSION:
             raise CheckpointError(other_version(path, version, RUN_VERSION))
@@ -128,14 +121,13 @@ class RunDirectory:
 
     def check(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Raise if the state could not be saved, before the training starts."""
-        storage.check({**state, "per_rank": [own]})
+        io.check({**state, "per_rank": [own]})
 
     def describe(self, **about: Any) -> None:
         """Write run.json."""
         if current_group().rank == 0:
             content = {"format_version": RUN_VERSION, "name": self.directory.name, **about}
-            with atomic_write(self.directory / RUN_FILE, self.directory / f".{RUN_FILE}.partial") as file:
-                file.write(json.dumps(content, indent=1).encode())
+            write_json(self.directory / RUN_FILE, content)
 
     def write(self, **fields: Any) -> None:
         """Append a line to the log, on rank 0."""
@@ -163,7 +155,7 @@ class RunDirectory:
             raise ValueError(f"the name of a saved model must be a file name without a path; found {name!r}.")
         path = self.directory / f"{name}.ckpt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        storage.write(path, state)
+        io.write(path, state)
         return path
 
     def finish(self) -> None:
@@ -190,7 +182,7 @@ def _read_on_all_ranks(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = {}
     error: CheckpointError | None = None
     try:
-        state = storage.read_for_rank(path)
+        state = io.read_for_rank(path)
         check_trainer_state(path, state)
     except CheckpointError as why:
         error = why

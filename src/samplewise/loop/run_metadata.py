@@ -14,7 +14,7 @@ import torch
 
 from samplewise.core.devices import device_name
 from samplewise.core.version import UNKNOWN, installed_version
-from samplewise.loop.checkpoint.settings import loss_name
+from samplewise.loop.checkpoint.resume_settings import loss_name
 from samplewise.step.step import Step
 
 # Packages that can change the results of a training. Those that are imported are listed with their versions.

@@ -13,16 +13,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.atomic_io import absolute
+from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import to_device
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
+from samplewise.core.files import absolute
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint
-from samplewise.loop.checkpoint.base import FrozenBase, with_base
-from samplewise.loop.checkpoint.settings import RunSettings
+from samplewise.loop.checkpoint.frozen_params import FrozenParams, with_frozen
+from samplewise.loop.checkpoint.resume_settings import RunSettings
 from samplewise.loop.checkpoint.state import (
     check_compatible,
     check_parts,
@@ -115,7 +116,7 @@ class Trainer(CheckedAttributes):
         )
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
         self._run_directory = None if self.run is None else RunDirectory(self.run)
-        self._base = FrozenBase(self.model, save)
+        self._frozen = FrozenParams(self.model, save)
         self._settings = RunSettings(step)
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
@@ -162,6 +163,7 @@ class Trainer(CheckedAttributes):
         one batch. It writes no files and does not resume; epochs and updates are ignored. The update is a real one: it
         changes the parameters and counts, so make a new step for the training.
         """
+        keep_freed_memory()
         with (
             only_fit_of(self.step),
             self._session(fast_dev_run),
@@ -283,7 +285,7 @@ class Trainer(CheckedAttributes):
         else:
             batches = data.epoch(self._epoch, rewind=not self.step._has_pending_samples)
         for batch, position in self._stopping.batches(batches, data):
-            yield BatchCursor(to_device(batch, self.device), position.inside, position.batches)
+            yield BatchCursor(to_device(batch, self.device), position.batch_offset, position.batches)
 
     def _record_update(self, update: Update, data: ResumableLoader) -> None:
         """Record an update: data position, meters, timer and, at the end of an interval `log_every`, a log line."""
@@ -382,7 +384,7 @@ class Trainer(CheckedAttributes):
         if self._files is not None:
             check_parts(self._parts())
             self._settings.start()
-            self._base.record()
+            self._frozen.record()
             self._files.open(resume, self._load)
             if self.step.privacy is not None:
                 self.step.privacy.open(self._files.directory)  # after a resume it is open
@@ -484,7 +486,7 @@ class Trainer(CheckedAttributes):
         """
         if self.fast_dev_run:
             return Path(os.devnull)
-        state = {**self._base.model_state(), "update": self.step.counters.updates}
+        state = {**self._frozen.model_state(), "update": self.step.counters.updates}
         return self._run_files().save_model(name, state)
 
     def _run_files(self) -> RunDirectory:
@@ -501,10 +503,10 @@ class Trainer(CheckedAttributes):
         check_savable(self.step)
         parts = self._parts()
         states = on_every_rank(lambda: {name: part_state(part) for name, part in parts.items()})
-        states |= self._base.model_state()
+        states |= self._frozen.model_state()
         own = rank_state(self.step)
         position = self._loader.state(self.step._consumed)
-        states["trainer"] = {"epoch": self._epoch, **position, "log": log, "seed": self.seed}
+        states["trainer"] = {"epoch": self._epoch, **position, "log_bytes": log, "seed": self.seed}
         states["classes"] = class_names(parts)
         states["settings"] = self._settings.state_dict()
         return states, own
@@ -519,7 +521,7 @@ class Trainer(CheckedAttributes):
         check_compatible(state, parts, self.seed)
         with load_errors("loader"):
             self._loader.check_data(saved, saved["epoch"])
-        states = {**state, "model": with_base(state["model"], state["base"], self.model)}
+        states = {**state, "model": with_frozen(state["model"], state["frozen"], self.model)}
         for name, part in parts.items():
             with load_errors(name):
                 load_part(part, states[name])
@@ -532,7 +534,7 @@ class Trainer(CheckedAttributes):
         self.step.counters.epochs = self._epoch  # higher by 1 if the loader was exhausted, which will happen again
         with load_errors("random state"):
             load_random_states(state["per_rank"], self.seed)
-        return saved["log"]
+        return saved["log_bytes"]
 
     def _parts(self) -> dict[str, Any]:
         """Return the objects with a state dict, by their names in a checkpoint."""
@@ -540,7 +542,7 @@ class Trainer(CheckedAttributes):
             "model": self.model,
             "optimizer": self.step.optimizer,
             "step": self.step,
-            "running": self._loss_meter,
+            "meters": self._loss_meter,
             "callbacks": self._callbacks,
         }
         if self.step.scheduler is not None:

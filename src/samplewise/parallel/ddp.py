@@ -8,7 +8,6 @@ bypasses the wrapper and its reducer. The reducer does not see gradients that ar
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -220,7 +219,18 @@ def _refuse_options(wrapped: DistributedDataParallel) -> None:
 
 # --- detection of wrappers -------------------------------------------------------------------------------------------
 
-_wrappers: WeakSet[DistributedDataParallel] | None = None  # all wrappers in this process; None until first needed
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()  # in this process, since this module was imported
+# A wrapper needs a process group: without one, none was made before.
+_knows_all_wrappers = not (dist.is_available() and dist.is_initialized())
+
+
+def _add_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Registration hook for submodules: record a DistributedDataParallel when it registers its inner module."""
+    if isinstance(module, DistributedDataParallel):
+        _wrappers.add(module)
+
+
+register_module_module_registration_hook(_add_wrapper)
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -229,6 +239,8 @@ def inner(model: nn.Module) -> nn.Module:
     """
     wrapped: Any = model
     while isinstance(wrapped, DistributedDataParallel) or type(wrapped).__name__ == "_FabricModule":
+        if isinstance(wrapped, DistributedDataParallel):
+            _wrappers.add(wrapped)
         wrapped = wrapped.module
     return wrapped
 
@@ -251,8 +263,15 @@ def _wrappers_of(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """Wrappers that one of the parameters belongs to, in a multi-rank process."""
     if not current_group().distributed:
         return []
-    ours = {id(p) for p in parameters}
-    return [wrapper for wrapper in _all_wrappers() if any(id(p) in ours for p in wrapper.module.parameters())]
+    replicas = {id(p) for p in parameters if not is_dtensor(p)}
+    wrappers = [wrapper for wrapper in _wrappers if any(id(p) in replicas for p in wrapper.module.parameters())]
+    if replicas and not wrappers and not _knows_all_wrappers:
+        raise DistributedError(
+            "a DistributedDataParallel must be known, because it sums gradients over ranks; found parameters that may "
+            "belong to one: the process group was initialized before samplewise was first used. Pass the "
+            "DistributedDataParallel as the model, or import samplewise.parallel before init_process_group."
+        )
+    return wrappers
 
 
 def refuse_replicas(parameters: Iterable[Tensor]) -> None:
@@ -262,19 +281,3 @@ def refuse_replicas(parameters: Iterable[Tensor]) -> None:
             "gradients of a DistributedDataParallel must be summed over ranks; found g.backward(), which bypasses its "
             "reducer. Use sw.backward, sw.Step, or p.grad = g.sum(all_reduce=True)[name] / number of samples."
         )
-
-
-def _all_wrappers() -> WeakSet[DistributedDataParallel]:
-    """All DistributedDataParallel objects: existing ones from the garbage collector, later ones from a hook."""
-    global _wrappers
-    if _wrappers is None:
-        found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-        _wrappers = WeakSet(found)
-        register_module_module_registration_hook(_note)
-    return _wrappers
-
-
-def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Registration hook for submodules: record a DistributedDataParallel when it registers its inner module."""
-    if isinstance(module, DistributedDataParallel) and _wrappers is not None:
-        _wrappers.add(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import exp, sqrt
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import has_rows, length, located_leaves, map_leaves, name_of
+from samplewise.core.files import sha256
 from samplewise.core.losses import LossFn
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, LossesError, PrivacyError, TransformError
@@ -185,8 +185,8 @@ class Mechanism:
     def release(self, gradients: Iterable[Tensor]) -> None:
         """Record the noisy sum before it is used. Raises if another one was released with this noise. Collective."""
         state = self._state
-        digests = current_group().all_gather_object(_digest(gradients))
-        digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
+        digests = current_group().all_gather_object(sha256(gradients))
+        digest = sha256(digests)[:32]
         release = Release(state.update, state.branch, state.secret.public_id, digest)
         try:
             known = self._spending.known(release)
@@ -258,14 +258,6 @@ class Mechanism:
         self._bound = saved["bound"]
         self.meter.zeroed = saved["zeroed"]
         state.choose_branch(self._spending.diverged)
-
-
-def _digest(gradients: Iterable[Tensor]) -> str:
-    """Hash of tensors."""
-    found = hashlib.sha256()
-    for gradient in gradients:
-        found.update(gradient.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _check_rows(batch: Any, samples: int) -> None:

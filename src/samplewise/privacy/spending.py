@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samplewise.core.atomic_io import sync_directory, sync_file
 from samplewise.core.directory_lock import DirectoryLock
+from samplewise.core.files import atomic_write, sync_directory
 from samplewise.errors import PrivacyError
 from samplewise.privacy.streams import KEY_BYTES, Secret
 
@@ -169,12 +169,9 @@ def _place_of(path: Path) -> list[int]:
 
 def _write_anew(path: Path, settings: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
     """Replace the log by one with these lines after its first."""
-    new = path.with_name(f".{path.name}.new")
-    with open(new, "wb") as file:
-        first = {"settings": settings, "place": _place_of(new)}
+    with atomic_write(path) as file:
+        first = {"settings": settings, "place": _place_of(Path(file.name))}  # the inode stays when it is renamed
         file.write(b"".join(json.dumps(line).encode() + b"\n" for line in (first, *lines)))
-        sync_file(file)
-    os.replace(new, path)  # keeps the inode of `new`
 
 
 def _acquired_lock(directory: Path) -> DirectoryLock:
@@ -248,16 +245,11 @@ def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
 
 def save_secret(directory: Path, secret: Secret) -> None:
     """Write the key of a run, readable by its owner only. A crash leaves a whole key or none."""
-    path = directory / KEY_FILE
-    partial = directory / PARTIAL_KEY_FILE
     directory.mkdir(parents=True, exist_ok=True)
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
+    partial = directory / PARTIAL_KEY_FILE
+    partial.unlink(missing_ok=True)  # the mode is that of a new file only
+    with atomic_write(directory / KEY_FILE, partial, mode=0o600) as file:
         file.write(secret.bytes)
-        sync_file(file)
-    os.replace(partial, path)
-    sync_directory(directory)
 
 
 def load_secret(directory: Path) -> Secret | None:

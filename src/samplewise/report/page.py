@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from samplewise.core.atomic_io import atomic_write
+from samplewise.core.files import write_bytes
 from samplewise.report import settings, training
 from samplewise.report.cost import cost
 from samplewise.report.html import Section, package_file, text
@@ -35,8 +35,7 @@ def write_report(run: Path, to: Path | None = None, reload: float | None = None)
 def write(page: str, to: Path) -> Path:
     """Write a page atomically and return its path."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(to, to.with_name(f".{to.name}.partial")) as file:
-        file.write(page.encode(errors="replace"))  # a name may hold a lone surrogate
+    write_bytes(to, page.encode(errors="replace"))  # a name may hold a lone surrogate
     return to
 
 

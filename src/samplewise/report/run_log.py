@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from samplewise.core.format_version import RUN_VERSION, other_version
+from samplewise.core.files import RUN_VERSION, other_version
 from samplewise.ledger.files import list_parts
 
 Line = dict[str, Any]

@@ -285,13 +285,13 @@ class DistributedWindows(WindowRanks):
             "size": self.size,
             "kept": self._kept,
             "kept_first": self._kept_first,
-            "dealt": self.dealt,
+            "samples_in_windows": self.dealt,
             "carried": self.carried,
             "share": share,
         }
 
     def load_window_state(self, state: dict[str, Any], window: Window) -> None:
-        self.dealt = state["dealt"]
+        self.dealt = state["samples_in_windows"]
         self.carried = state["carried"]
         window.share = state["share"]
         self._kept = state["kept"]

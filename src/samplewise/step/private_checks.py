@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from samplewise.core.files import tensor_bytes
 from samplewise.core.snapshot import put_back
-from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.text import listed
 from samplewise.errors import PrivacyError
 from samplewise.step.parameters import TrainedParameters

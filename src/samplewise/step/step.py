@@ -517,7 +517,7 @@ class Step(CheckedAttributes):
             "microbatch": windows.size.size,
             "memory": None if windows.ranks.distributed else windows.size.budget,  # that of this rank
             "compiling": self._runner.state_dict(),
-            "dealt": windows.ranks.epoch_state(),
+            "samples_in_windows": windows.ranks.epoch_state(),
             "layouts": self._layouts.state_dict(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
             **({} if self.config.privacy is None else {"privacy": self.config.privacy.state_dict()}),
@@ -534,7 +534,7 @@ class Step(CheckedAttributes):
         self._evaluator.budget = windows.size.budget
         self._load_privacy(state.get("privacy"))
         self._runner.load_state_dict(state["compiling"])
-        windows.ranks.load_epoch_state(state.get("dealt") or [])
+        windows.ranks.load_epoch_state(state.get("samples_in_windows") or [])
         self._layouts.load_state_dict(state.get("layouts") or BatchLayouts().state_dict())
         windows.load_state_dict(state["window"])
 

@@ -515,7 +515,7 @@ class WindowBuilder:
 
     # --- state -----------------------------------------------------------------------------------------------------
 
-    NO_WINDOW: ClassVar[dict[str, Any]] = {"parts": {}, "sums": {}, "failure": [], "noted": []}
+    NO_WINDOW: ClassVar[dict[str, Any]] = {"samples": {}, "gradient_sums": {}, "failure": [], "columns": []}
 
     def state_dict(self) -> dict[str, Any]:
         """State of the open window, as gradient sums. Samples that are not computed yet are not included."""
@@ -533,21 +533,23 @@ class WindowBuilder:
             columns = [each.state_dict() for each in window.columns]
         if window.begun:
             self._leave()
-        state = {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
+        state = {"samples": parts, "gradient_sums": sums, "failure": window.failure_state(), "columns": columns}
         reached = self.ranks.strategy.reached() if parts else []
         return {**state, "reached": reached} if reached else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an open window from `state_dict`."""
-        self.window = restored(self.config, state["parts"], state["failure"], state.get("noted", []))
-        if "norms" in state["parts"] and not (state["failure"] or self._accumulator.knows_norms):
+        self.window = restored(self.config, state["samples"], state["failure"], state["columns"])
+        if "norms" in state["samples"] and not (state["failure"] or self._accumulator.knows_norms):
             self.record_norms = True  # the window was begun with norms, so all of its samples need them
             self._accumulator = self.make_accumulator()
-        if state["parts"]:  # all samples of a window have the same columns
-            self.evaluator.predictions = frozenset(state["parts"].get("columns", ()))
+        if state["samples"]:  # all samples of a window have the same columns
+            self.evaluator.predictions = frozenset(state["samples"].get("columns", ()))
         self._buffers.remember()
         device = self._trained.device
-        self._trained.set_gradients({name: total.to(device, copy=True) for name, total in state["sums"].items()})
+        self._trained.set_gradients(
+            {name: total.to(device, copy=True) for name, total in state["gradient_sums"].items()}
+        )
         self.ranks.strategy.begin_window(state.get("reached", ()))
         if self.window.begun:
             self._leave()

@@ -9,7 +9,6 @@ Legend: q query, s subset, i training sample, m repeated training of the same su
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from samplewise.attribution.evaluate.tables import by_query
-from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.files import absolute, write_json
 from samplewise.core.text import plural, render
 
 if TYPE_CHECKING:
@@ -100,8 +99,7 @@ class LDS:
             "subsets": self.subsets,
             "baselines": {name: each.mean for name, each in self.baselines.items()},
         }
-        with atomic_write(target, target.with_name(target.name + ".partial")) as file:
-            file.write(json.dumps(content, indent=1).encode())
+        write_json(target, content)
 
 
 def lds(

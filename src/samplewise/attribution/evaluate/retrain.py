@@ -9,7 +9,6 @@ The result does not depend on the interruption: a model depends on its seed only
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,13 +27,11 @@ from samplewise.attribution.evaluate import stacked
 from samplewise.attribution.evaluate.lds import Subsets
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples, threads
 from samplewise.attribution.outputs import OutputFn, margin
-from samplewise.attribution.rows_file import read_json
-from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.attribution.rows_file import read_index
 from samplewise.core.batches import leaves
+from samplewise.core.files import absolute, read_tensors, require_safetensors, sha256, write_json, write_tensors
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import random_state_restored
-from samplewise.core.tensor_bytes import tensor_bytes
-from samplewise.core.tensor_file import read_tensors, require_safetensors, write_tensors
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_order, check_repeatable
 from samplewise.step.step import Step
@@ -248,11 +245,7 @@ def _settings(training: Training, step: Step, subsets: Sequence[Tensor], queries
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(str(tuple(tensor.shape)).encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
+    return sha256(content for tensor in tensors for content in (str(tuple(tensor.shape)), tensor))
 
 
 def _some_samples(dataset: Any) -> list[Any]:
@@ -263,11 +256,7 @@ def _some_samples(dataset: Any) -> list[Any]:
 
 def _digest_of_data(items: Iterable[Any]) -> str:
     """Checksum of the tensors and plain values in samples or batches."""
-    digest = hashlib.sha256()
-    for item in items:
-        for leaf in leaves(item):
-            digest.update(tensor_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
-    return digest.hexdigest()
+    return sha256(leaf if isinstance(leaf, Tensor) else repr(leaf) for item in items for leaf in leaves(item))
 
 
 def _repeatable(compute: Callable[[], str]) -> str:
@@ -281,7 +270,7 @@ def _claim(directory: Path, settings: dict[str, Any]) -> None:
     """Write the settings, or raise if the directory holds models of other settings."""
     path = directory / "settings.json"
     if path.exists():
-        found = read_json(path, {})
+        found = read_index(path, {})
         differing = [name for name in settings if found.get(name) != settings[name]]
         if differing:
             name = differing[0]
@@ -291,8 +280,7 @@ def _claim(directory: Path, settings: dict[str, Any]) -> None:
             )
         return
     directory.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path, path.with_name("settings.json.partial")) as file:
-        file.write(json.dumps(settings, indent=1).encode())
+    write_json(path, settings)
 
 
 def _file(directory: Path, job: Job) -> Path:

@@ -37,18 +37,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.core.atomic_io import sync_file
-from samplewise.core.format_version import other_version
-from samplewise.core.tensor_bytes import tensor_bytes
-from samplewise.core.tensor_file import require_safetensors
+from samplewise.core.files import other_version, require_safetensors, sha256, sync_file, tensor_bytes
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import RESERVED_NAME, Malformed, check_sizes, from_json, to_json
 from samplewise.loop.checkpoint.schema import COUNT, DICT, TEXT, Schema, check
 
 FORMAT = "samplewise checkpoint"
 # 1: one file, or a directory with torch's pickle. 2: a directory of files of version 1. 3: without model.safetensors,
-# settings and base. 4: with the random state of CUDA devices only. None of them was released.
-VERSION = 5
+# settings and base. 4: with the random state of CUDA devices only. 5: with other keys in the state. None of them was
+# released.
+VERSION = 6
 STATE_FILE = "state.json"
 CONTENTS = {STATE_FILE: VERSION, ".metadata": 1, "state.ckpt": 2}  # file in each checkpoint of a version
 MODEL_FILE = "model.safetensors"
@@ -124,7 +122,7 @@ def write_state(directory: Path, state: str, shards: list[dict[str, Any]]) -> No
     """Write state.json and sync it to disk. `state`: the encoded state as text."""
     head = to_json({"format": FORMAT, "format_version": VERSION, "shards": shards})
     text = f'{head[:-1]},"state":{state}}}'
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = sha256([text])
     with open(directory / STATE_FILE, "wb") as file:
         file.write(f'{text[:-1]},"sha256":"{digest}"}}'.encode())
         sync_file(file)
@@ -159,7 +157,7 @@ def read_state(directory: Path) -> tuple[Any, list[dict[str, Any]]]:
         if content.get("format_version") != VERSION or type(content["format_version"]) is not int:
             raise CheckpointError(other_version(directory, content.get("format_version"), VERSION))
         digest = content.pop("sha256", None)
-        if hashlib.sha256(to_json(content).encode()).hexdigest() != digest:
+        if sha256([to_json(content)]) != digest:
             raise Malformed("another checksum")
         check(content, CONTENT)
         _check_file_names([entry["file"] for entry in content["shards"]])
@@ -218,7 +216,7 @@ def read_shard(directory: Path, entry: dict[str, Any], verify: bool = True) -> l
             header, names = _read_header(path, file, entry["bytes"])
         with safetensors.safe_open(path, framework="pt") as shard:
             tensors = {name: shard.get_tensor(name) for name in names}
-        if verify and _checksum(header, tensors.values()) != entry["sha256"]:
+        if verify and sha256([header, *tensors.values()]) != entry["sha256"]:
             raise Malformed("another checksum")
         return _chunks(tensors, entry["offsets"], prefix)
     except OSError as why:
@@ -261,14 +259,6 @@ def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, li
     if end != size:
         raise Malformed(f"{size} bytes for tensors that end at {end}")
     return start, sorted(spans, key=lambda name: spans[name])
-
-
-def _checksum(header: bytes, tensors: Iterable[Tensor]) -> str:
-    """Return the SHA-256 of a shard, computed from memory-mapped tensors in the order of their data."""
-    digest = hashlib.sha256(header)
-    for tensor in tensors:
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
 
 
 def unpacked(stored: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,10 @@
 """State of a trainer in a checkpoint: collecting it, checking it and loading it.
 
-    model, optimizer, step, running, callbacks     state dicts; also scheduler and loss if there are any
+    model, optimizer, step, meters, callbacks      state dicts; also scheduler and loss if there are any
     trainer                                        epoch, position in the data, seed, length of the log
     classes                                        class names of optimizer and scheduler
     settings                                       settings of the step, the optimizer and the scheduler
-    base                                           checksums of frozen parameters that are not saved
+    frozen                                         checksums of frozen parameters that are not saved
     per_rank                                       one item of each rank: its random state, and its part of an open
                                                    window of several ranks
 
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from samplewise.core.snapshot import RandomState
 from samplewise.errors import CheckpointError, SamplewiseError
-from samplewise.loop.checkpoint.base import check_base
 from samplewise.loop.checkpoint.encoding import Malformed
+from samplewise.loop.checkpoint.frozen_params import check_frozen
 from samplewise.loop.checkpoint.schema import (
     COUNT,
     DICT,
@@ -47,24 +47,24 @@ from samplewise.step.step import Step
 from samplewise.step.window import Counters
 
 COUNTERS: Schema = {field.name: COUNT for field in fields(Counters)}
-WINDOW: Schema = {"parts": DICT, "sums": DICT, "failure": LIST, "noted": LIST}
-POSITION: Schema = {"batches": COUNT, "inside": COUNT, "start": COUNT, "samples": COUNT, "kind": maybe(TEXT)}
+WINDOW: Schema = {"samples": DICT, "gradient_sums": DICT, "failure": LIST, "columns": LIST}
+POSITION: Schema = {"batches": COUNT, "batch_offset": COUNT, "start": COUNT, "samples": COUNT, "kind": maybe(TEXT)}
 SUMS: Schema = {"loss": TENSOR, "count": TENSOR, "samples": COUNT, "skipped": COUNT, "seconds": NUMBER}
 TRAINER: Schema = {
-    "trainer": {"epoch": COUNT, "log": COUNT, "seed": WHOLE, "used": maybe(COUNT)},
+    "trainer": {"epoch": COUNT, "log_bytes": COUNT, "seed": WHOLE, "samples_used": maybe(COUNT)},
     "classes": {"optimizer": TEXT, "scheduler": TEXT},
     "settings": {"step": DICT, "script": DICT, "created": DICT},
-    "base": DICT,
+    "frozen": DICT,
     "model": DICT,
     "optimizer": DICT,
     "step": {
         "counters": COUNTERS,
         "precision": {"scale": POSITIVE, "since_change": COUNT},
         "compiling": DICT,
-        "dealt": [WHOLE],
+        "samples_in_windows": [WHOLE],
         "window": WINDOW,
     },
-    "running": {"lines": SUMS, "epoch": SUMS},
+    "meters": {"lines": SUMS, "epoch": SUMS},
     "callbacks": DICT,
     "per_rank": [maybe(DICT)],
 }
@@ -135,8 +135,8 @@ def check_trainer_state(path: Path, state: dict[Any, Any]) -> None:
     """Raise CheckpointError if the state was not saved by a trainer, in one process or on several ranks."""
     try:
         check(state, TRAINER)
-        several = "places" in state["trainer"]
-        check(state["trainer"], {"places": [POSITION]} if several else {"place": POSITION}, "trainer")
+        several = "positions" in state["trainer"]
+        check(state["trainer"], {"positions": [POSITION]} if several else {"position": POSITION}, "trainer")
         if not any(state["per_rank"]):
             raise Malformed("no state of a rank")
         for rank, own in enumerate(state["per_rank"]):
@@ -164,7 +164,7 @@ def check_compatible(state: Mapping[str, Any], parts: Mapping[str, Any], seed: i
                 "Use the saved class, or start a new run directory."
             )
     _check_shapes(state, parts)
-    check_base(state["base"], parts["model"])
+    check_frozen(state["frozen"], parts["model"])
     _check_window(state)
 
 
@@ -178,7 +178,7 @@ def _check_window(state: Mapping[str, Any]) -> None:
             f"found {current_group().size}. Resume with {ranks} ranks. To change the number of ranks, save inside "
             "epochs: ModelCheckpoint(every='100up')."
         )
-    if current_group().distributed and state["step"]["window"]["parts"]:
+    if current_group().distributed and state["step"]["window"]["samples"]:
         raise CheckpointError(
             "a checkpoint with an open window of one process must be resumed with one process; found "
             f"{current_group().size} ranks. Resume with one process until the next checkpoint."
@@ -191,7 +191,7 @@ def _check_shapes(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         return
     now = {name: tuple(value.shape) for name, value in parts["model"].state_dict().items() if isinstance(value, Tensor)}
     saved = {name: tuple(value.shape) for name, value in state["model"].items() if isinstance(value, Tensor)}
-    for name in [name for name in (*now, *saved) if name not in state["base"]]:
+    for name in [name for name in (*now, *saved) if name not in state["frozen"]]:
         if now.get(name) != saved.get(name):
             raise CheckpointError(
                 f"a checkpoint must fit the model of the run that it is loaded into; found {name!r} with "

@@ -111,7 +111,7 @@ def _has_indices(loader: Any) -> bool:
 class SeededLoader:
     """DataLoader with a map-style dataset. Any batch is reached by skipping indices."""
 
-    kind = "with an order of ours"
+    kind = "seeded"
     has_state = False
 
     def __init__(self, loader: Any, seed: int):
@@ -166,7 +166,7 @@ class SeededLoader:
 class PoissonLoader(SeededLoader):
     """Loader of sw.Privacy. Its sampler continues with the draw of the step's next update, on all ranks."""
 
-    kind = "of Poisson draws"
+    kind = "poisson"
 
     def __init__(self, loader: Any, seed: int):
         self._seed = seed
@@ -235,7 +235,7 @@ class SeededSampler:
 class StatefulLoader:
     """Loader with state_dict and load_state_dict. Restored from its state; batches up to the position are discarded."""
 
-    kind = "with a state of its own"
+    kind = "stateful"
     has_state = True
 
     def __init__(self, loader: Any, seed: int):
@@ -271,7 +271,7 @@ class StatefulLoader:
         if state is not None:
             self._stream.load_state_dict(state["random"])
             self._batches = state["batches"]
-            self._sharding.position = state.get("place", 0)
+            self._sharding.position = state.get("position", 0)
         batches = _drawn_with(self._stream, batches)
         if not (self._workers or shard.has_all_samples):
             batches = self._sharding.select(self.order.observe(batches))
@@ -312,7 +312,7 @@ class StatefulLoader:
         loader = copy.deepcopy(self._loader.state_dict())
         state = {"batches": self._batches, "loader": loader, "random": self._stream.state_dict()}
         if not self._sharding.shard.has_all_samples:
-            state["place"] = self._sharding.position
+            state["position"] = self._sharding.position
         return state
 
     def close(self) -> None:
@@ -328,7 +328,7 @@ class StatefulLoader:
 class ReplayedLoader:
     """Any other iterable. Iterated from the beginning of the epoch; the skipped batches are discarded."""
 
-    kind = "that is gone through"
+    kind = "replayed"
     has_state = False
 
     def __init__(self, loader: Iterable[Any], seed: int):

@@ -16,7 +16,7 @@ from typing import Any
 
 from samplewise.core.batches import Path, check_loader, cut, keep_whole, length
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
-from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint import io
 from samplewise.loop.data.adapters import END, adapter_for, is_map_style, is_poisson, kind_name
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
 from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
@@ -25,14 +25,14 @@ from samplewise.parallel.group import current_group
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Position in an epoch: after `batches` batches and `inside` samples of the next one. Each rank has its own.
+    """Position in an epoch: after `batches` batches and `batch_offset` samples of the next one. Each rank has its own.
 
     `state` is the state dict of the loader, at this position or one batch before it: after the last batch, the state of
     many loaders does not distinguish the end of an epoch from the beginning.
     """
 
     batches: int = 0
-    inside: int = 0
+    batch_offset: int = 0
     state: Any = None
     kind: str | None = None  # kind of loader; None at the beginning of an epoch
     start: int = 0  # samples of the epoch that were used before the current ranks sharded the rest
@@ -41,13 +41,13 @@ class DataPosition:
     @property
     def is_inside_epoch(self) -> bool:
         """True if samples of the epoch have been used."""
-        return bool(self.batches or self.inside or self.start)
+        return bool(self.batches or self.batch_offset or self.start)
 
 
 class ResumableLoader:
     """Loader that can be started at any sample of any epoch.
 
-        for batch, position in loader.epoch(number):     the first `position.inside` samples have been used before
+        for batch, position in loader.epoch(number):     the first `position.batch_offset` samples have been used before
             ...
             loader.commit(consumed)                      after an update with the first `consumed` samples of this batch
 
@@ -119,7 +119,7 @@ class ResumableLoader:
     def position_after(self, consumed: int) -> DataPosition:
         """Position after the first `consumed` samples of the last batch; 0 means after the whole batch."""
         if consumed and self._last is not None:
-            return replace(self._last, inside=consumed)
+            return replace(self._last, batch_offset=consumed)
         return self._after_last_batch()
 
     @property
@@ -151,8 +151,8 @@ class ResumableLoader:
             if batch is END:
                 break
             batch = keep_whole(batch, self._rank_shard.constants)
-            if at.inside:
-                _check_rows(batch, at.inside)
+            if at.batch_offset:
+                _check_rows(batch, at.batch_offset)
             self._last = at
             self._committed = self._committed or at
             self._rows = length(batch) or 1 if self.shard.size > 1 else 0
@@ -223,11 +223,15 @@ class ResumableLoader:
         """
         here = self.position_after(consumed)
         if not current_group().distributed:
-            return {"place": vars(here), "used": self._used_alone(here), "data": [self.data]}
+            return {"position": vars(here), "samples_used": self._used_alone(here), "data": [self.data]}
         of_ranks = current_group().all_gather_object((vars(here), self.data))
         positions = [DataPosition(**position) for position, _ in of_ranks]
         data = [data for _, data in of_ranks]
-        return {"places": [vars(position) for position in positions], "used": self._used(positions), "data": data}
+        return {
+            "positions": [vars(position) for position in positions],
+            "samples_used": self._used(positions),
+            "data": data,
+        }
 
     def check_data(self, state: dict[str, Any], epoch: int) -> None:
         """Compare the data with that of a checkpoint: raise inside an epoch, warn between two epochs.
@@ -264,7 +268,7 @@ class ResumableLoader:
 
     def _used(self, positions: Sequence[DataPosition]) -> int | None:
         """Number of samples of the epoch that all ranks have used, if they are its first samples; otherwise None."""
-        taken = [position.samples + position.inside for position in positions]
+        taken = [position.samples + position.batch_offset for position in positions]
         even = all(n == len(range(rank, sum(taken), len(taken))) for rank, n in enumerate(taken))
         known = even and not self.is_marked and self._adapter.samples(0, 0) is not None
         return positions[0].start + sum(taken) if known else None
@@ -276,7 +280,7 @@ class ResumableLoader:
         """
         size: Any = getattr(self.loader, "batch_size", None)
         known = type(size) is int and self._adapter.samples(0, 0) is not None
-        return here.start + here.batches * size + here.inside if known else None
+        return here.start + here.batches * size + here.batch_offset if known else None
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Go to the position of a checkpoint, also with another number of ranks."""
@@ -290,11 +294,11 @@ class ResumableLoader:
 
     def _used_before(self, state: dict[str, Any], positions: Sequence[DataPosition], epoch: int) -> int:
         """Number of used samples of the epoch, from which another number of ranks continues."""
-        used = state.get("used")
+        used = state.get("samples_used")
         first = positions[0]
         if used is None and len(positions) == 1:
             found = self._adapter.samples(epoch if self.first is None else 0, first.batches, first.start)
-            used = None if found is None else first.start + found + first.inside
+            used = None if found is None else first.start + found + first.batch_offset
         if used is None or self.first is not None or self.is_marked:
             raise CheckpointError(
                 f"inside an epoch, a run with {kind_name(first.kind)} must be resumed with the number of ranks it was "
@@ -326,7 +330,9 @@ class ResumableLoader:
     def _after_last_batch(self) -> DataPosition:
         if self._last is None:
             return self._start
-        return replace(self._last, batches=self._last.batches + 1, inside=0, samples=self._last.samples + self._rows)
+        return replace(
+            self._last, batches=self._last.batches + 1, batch_offset=0, samples=self._last.samples + self._rows
+        )
 
     def _with_kind(self, position: DataPosition) -> DataPosition:
         """Return the position with the kind of this loader; raise CheckpointError if it has another kind."""
@@ -342,7 +348,7 @@ class ResumableLoader:
         """Check before the first batch of a loader that its state can be saved."""
         if self._state_unchecked:
             try:
-                storage.check({"loader": self._adapter.state()})
+                io.check({"loader": self._adapter.state()})
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be savable in a checkpoint: {why}") from why
             self._state_unchecked = False
@@ -350,7 +356,7 @@ class ResumableLoader:
 
 def _positions(state: dict[str, Any]) -> list[DataPosition]:
     """Positions of all ranks in the state of a checkpoint, ordered by rank."""
-    return [DataPosition(**position) for position in state.get("places") or [state["place"]]]
+    return [DataPosition(**position) for position in state.get("positions") or [state["position"]]]
 
 
 def _check_rows(batch: Any, used: int) -> None:

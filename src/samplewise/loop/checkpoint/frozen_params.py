@@ -7,14 +7,13 @@ checksums of the parameters that it leaves out, so that it is only resumed with 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from samplewise.core.files import sha256
 from samplewise.core.snapshot import checksum
-from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.errors import CheckpointError
 from samplewise.parallel.group import current_group
 from samplewise.parallel.sharded_parameters import is_dtensor
@@ -22,7 +21,7 @@ from samplewise.parallel.sharded_parameters import is_dtensor
 SAVE = ("all", "trained")
 
 
-class FrozenBase:
+class FrozenParams:
     """Frozen parameters of a model and their checksums. With save="all" none are recorded."""
 
     def __init__(self, model: nn.Module, save: str):
@@ -54,18 +53,18 @@ class FrozenBase:
         return self._digests
 
     def model_state(self) -> dict[str, Any]:
-        """Return {"model": state dict of the model without its base, "base": checksums of the base}. Collective."""
-        base = self.unchanged()
+        """Return {"model": state dict without the recorded parameters, "frozen": checksums of these}. Collective."""
+        frozen = self.unchanged()
         state = self._model.state_dict()
-        for name in base:
+        for name in frozen:
             del state[name]
-        return {"model": state, "base": dict(base)}
+        return {"model": state, "frozen": dict(frozen)}
 
 
-def check_base(base: Mapping[str, str], model: nn.Module) -> None:
+def check_frozen(frozen: Mapping[str, str], model: nn.Module) -> None:
     """Raise CheckpointError unless the model has the parameters that a checkpoint leaves out. Collective."""
     state = model.state_dict()
-    for name, digest in base.items():
+    for name, digest in frozen.items():
         found = _digest(state[name]) if name in state else None
         if found != digest:
             values = "is not in this model" if found is None else "has other values in this model"
@@ -87,9 +86,7 @@ def _digest(tensor: Tensor) -> str:
     whole: Any = tensor.detach()
     if is_dtensor(whole):
         whole = whole.full_tensor()
-    digest = hashlib.sha256(f"{whole.dtype} {tuple(whole.shape)}".encode())
-    digest.update(tensor_bytes(whole))
-    return digest.hexdigest()
+    return sha256([f"{whole.dtype} {tuple(whole.shape)}", whole])
 
 
 def _sum(tensor: Tensor) -> Tensor:
@@ -98,7 +95,7 @@ def _sum(tensor: Tensor) -> Tensor:
     return checksum(local.to_local() if is_dtensor(local) else local)
 
 
-def with_base(state: Mapping[str, Any], base: Iterable[str], model: nn.Module) -> dict[str, Any]:
+def with_frozen(state: Mapping[str, Any], frozen: Iterable[str], model: nn.Module) -> dict[str, Any]:
     """Return a state dict completed by the parameters of the model that it leaves out."""
     current = model.state_dict()
-    return {**state, **{name: current[name] for name in base}}
+    return {**state, **{name: current[name] for name in frozen}}

@@ -1,10 +1,44 @@
-"""Bytes of tensors of any layout."""
+"""Files that are replaced as a whole, checksums, and bytes of tensors of any layout."""
 
 import gc
+import hashlib
+import stat
 
+import pytest
 import torch
 
-from samplewise.core.tensor_bytes import have_same_bytes, tensor_bytes
+from samplewise.core.files import atomic_write, have_same_bytes, read_json, sha256, tensor_bytes, write_json
+
+
+def test_an_error_leaves_the_old_file_and_no_temporary_one(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError), atomic_write(path) as file:
+        file.writelines([b"half", None])
+    assert read_json(path, ValueError, "") == {"a": 1} and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_has_the_permissions_asked_for(tmp_path):
+    with atomic_write(tmp_path / "key", mode=0o600) as file:
+        file.write(b"x")
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000])
+def test_a_file_that_is_not_json(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(LookupError, match=r"a.json must be readable JSON; found \w+Error: .*\. Restore it\."):
+        read_json(tmp_path / "a.json", LookupError, "Restore it.")
+
+
+def test_a_missing_file_is_no_broken_one(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "a.json", LookupError, "Restore it.")
+
+
+def test_checksum_of_texts_bytes_and_tensors():
+    expected = hashlib.sha256(b"name\0\1" + b"\1\0\3\0\2\0\4\0").hexdigest()
+    assert sha256(["name", b"\0\1", torch.tensor([[1, 2], [3, 4]], dtype=torch.int16).T]) == expected
 
 
 def test_bytes_are_in_row_major_order():

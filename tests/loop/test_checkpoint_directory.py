@@ -28,8 +28,8 @@ from torch import nn
 
 from samplewise import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import format as checkpoint_format
-from samplewise.loop.checkpoint.storage import read, write
-from samplewise.loop.checkpoint.store import Checkpoints, newest_checkpoint
+from samplewise.loop.checkpoint.directory import Checkpoints, newest_checkpoint
+from samplewise.loop.checkpoint.io import read, write
 
 
 def same(a, b) -> bool:
@@ -234,7 +234,7 @@ def test_the_state_is_json_with_version_size_and_checksum(path):
     assert sorted(file.name for file in path.iterdir()) == ["rank-0.safetensors", "state.json"]
     state = json.loads((path / "state.json").read_text())
     content = (path / "rank-0.safetensors").read_bytes()
-    assert state["format"] == "samplewise checkpoint" and state["format_version"] == 5
+    assert state["format"] == "samplewise checkpoint" and state["format_version"] == 6
     digest = hashlib.sha256(content).hexdigest()
     shard = {"file": "rank-0.safetensors", "bytes": len(content), "sha256": digest, "offsets": {}}
     assert state["shards"] == [shard]
@@ -263,7 +263,7 @@ Point = namedtuple("Point", "x y")
             "found set. Convert it, or leave it out of the state.",
         ),
         ({"a": [0, (1, print)]}, "a.1.1 must be a tensor, number, .*; found builtin_function_or_method."),
-        ({"a": Point(1, 2)}, "a must be a tensor, number, .*; found test_store.Point."),
+        ({"a": Point(1, 2)}, "a must be a tensor, number, .*; found test_checkpoint_directory.Point."),
         ({"a": 1j}, "a must be a tensor, number, .*; found complex."),
         ({"a": torch.float32}, "a must be a tensor, number, .*; found torch.dtype."),
         ({"a": {True: 1}}, "keys of a must be text or int; found True, bool."),
@@ -496,22 +496,22 @@ def forge(path, state="{}", **changes):
 
 
 def test_a_newer_format(path):
-    forge(path, format_version=6)
+    forge(path, format_version=7)
     with pytest.raises(CheckpointError) as error:
         read(path)
     assert str(error.value) == (
-        f"{path} must have format version 5; found 6, which this version of samplewise does not read: it was written "
+        f"{path} must have format version 6; found 7, which this version of samplewise does not read: it was written "
         "by a newer one; upgrade with pip install --upgrade samplewise."
     )
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, -1, "x", "", "5", 5.0, True, None, [5]])
+@pytest.mark.parametrize("version", [0, 1, 5, -1, "x", "", "6", 6.0, True, None, [6]])
 def test_a_format_that_is_not_read(path, version):
     forge(path, format_version=version)
     with pytest.raises(CheckpointError) as error:
         read(path)
     assert str(error.value) == (
-        f"{path} must have format version 5; found {'none' if version is None else repr(version)}, which this version "
+        f"{path} must have format version 6; found {'none' if version is None else repr(version)}, which this version "
         "of samplewise does not read: use the version that wrote it, or start a new run directory."
     )
 
@@ -520,14 +520,14 @@ def test_the_one_file_of_the_first_version(path):
     about = {"format": "samplewise checkpoint", "version": "1", "state": '{"dict":[]}', "sha256": "0" * 64}
     text = json.dumps({"__metadata__": about}, separators=(",", ":")).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 5; found 1, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 6; found 1, which this version of"):
         read(path)
 
 
 def test_the_directory_of_the_second_version(path):
     path.mkdir()
     (path / "state.ckpt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 5; found 2, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 6; found 2, which this version of"):
         read(path)
 
 
@@ -692,10 +692,10 @@ def test_one_process_needs_no_planner_of_torch(tmp_path):
     code = f"""
 import sys, torch
 from pathlib import Path
-from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint import io
 path = Path({str(tmp_path)!r}) / "a.ckpt"
-storage.write(path, {{"model": {{"weight": torch.ones(3)}}}}, own={{"random": torch.get_rng_state()}})
-storage.read(path)
+io.write(path, {{"model": {{"weight": torch.ones(3)}}}}, own={{"random": torch.get_rng_state()}})
+io.read(path)
 print("torch.distributed.checkpoint" in sys.modules)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -771,7 +771,7 @@ def newest_unchanged(directory):
 SAVES_FOR_EVER = """
 import sys, torch
 from pathlib import Path
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.directory import Checkpoints
 checkpoints = Checkpoints(Path(sys.argv[1]))
 found = checkpoints.latest()
 update = found[0]["update"] if found else 0

@@ -7,7 +7,6 @@ uses the hidden one if there is none of the final name, so that the old or the n
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import threading
@@ -19,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from samplewise.core.atomic_io import sync_directory
-from samplewise.core.tensor_file import require_safetensors
+from samplewise.core.files import require_safetensors, sha256, sync_directory
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import Encoder, decode, replace_infos, to_json, type_name
 from samplewise.loop.checkpoint.format import (
@@ -119,7 +117,7 @@ def _whole_model(encoder: Encoder) -> dict[str, torch.Tensor]:
 
 
 def _check_same_structure(shared: list[Any]) -> None:
-    if not current_group().all_equal(hashlib.sha256(to_json(shared).encode()).digest()):
+    if not current_group().all_equal(sha256([to_json(shared)])):
         raise CheckpointError(
             "model, optimizer and loss must have state dicts of the same structure on all ranks, since each rank "
             "saves a part; found that they differ. Construct them identically on every rank. To shard the state of "

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as lrs
 import samplewise as sw
 from samplewise.errors import TrainingWarning
 from samplewise.loop.callbacks import SetLR
-from samplewise.loop.checkpoint.settings import loss_name
+from samplewise.loop.checkpoint.resume_settings import loss_name
 
 OPENING = "The run is resumed with settings that differ from those of the checkpoint: "
 REMEDY = " To change a learning rate on resume, pass callbacks=[sw.callbacks.SetLR(...)]."

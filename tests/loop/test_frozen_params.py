@@ -65,7 +65,7 @@ def test_the_base_is_left_out_and_the_run_goes_on_bit_for_bit(tmp_path, trained)
     best = ModelCheckpoint(best=1)
     make(tmp_path / "run", callbacks=[best], trained=trained).fit(loader(), epochs=1)
     state = sw.load_checkpoint(tmp_path / "run")
-    assert set(state["model"]) == TRAINED | BUFFERS and set(state["base"]) == BASE
+    assert set(state["model"]) == TRAINED | BUFFERS and set(state["frozen"]) == BASE
     for checkpoint in (best.best_models[0], max((tmp_path / "run" / "checkpoints").iterdir())):
         assert set(load_file(checkpoint / "model.safetensors")) == TRAINED | BUFFERS
     for epochs in (2, 3):
@@ -119,7 +119,7 @@ def test_frozen_parameters_that_change_are_saved(tmp_path):
     for epochs in (1, 2, 3):
         trainer = make(tmp_path / "run", callbacks=[Follows()])
         trainer.fit(loader(), epochs=epochs, resume=True)
-    assert set(sw.load_checkpoint(tmp_path / "run")["base"]) == BASE - {"0.base.weight"}
+    assert set(sw.load_checkpoint(tmp_path / "run")["frozen"]) == BASE - {"0.base.weight"}
     assert torch.equal(vector(trainer), vector(expected))
 
 
@@ -130,7 +130,7 @@ def test_parameters_that_are_unfrozen_are_saved(tmp_path):
 
     trainer = make(tmp_path, callbacks=[Unfreezes()])
     trainer.fit(loader(), epochs=1)
-    assert "0.base.weight" in sw.load_checkpoint(tmp_path)["base"]
+    assert "0.base.weight" in sw.load_checkpoint(tmp_path)["frozen"]
     trainer.fit(loader(), epochs=2)
     state = sw.load_checkpoint(tmp_path)
     assert torch.equal(state["model"]["0.base.weight"], trainer.model[0].base.weight)
@@ -145,20 +145,20 @@ def test_from_a_whole_checkpoint_with_another_base(tmp_path):
     first.fit(loader(), epochs=1)
     make(tmp_path).fit(loader(), epochs=2, resume=True)
     state = sw.load_checkpoint(tmp_path)
-    assert state["base"] == {} and set(state["model"]) >= BASE
+    assert state["frozen"] == {} and set(state["model"]) >= BASE
     assert torch.equal(state["model"]["0.base.weight"], first.model[0].base.weight)
     make(tmp_path / "b", save="all").fit(loader(), epochs=1)
     make(tmp_path / "b").fit(loader(), epochs=2, resume=True)
-    assert set(sw.load_checkpoint(tmp_path / "b")["base"]) == BASE
+    assert set(sw.load_checkpoint(tmp_path / "b")["frozen"]) == BASE
     make(tmp_path / "b", save="all").fit(loader(), epochs=3, resume=True)
-    assert sw.load_checkpoint(tmp_path / "b")["base"] == {}
+    assert sw.load_checkpoint(tmp_path / "b")["frozen"] == {}
 
 
 def test_after_a_test_run(tmp_path):
     trainer = make(tmp_path)
     trainer.fit(loader(), epochs=1, fast_dev_run=True)
     trainer.fit(loader(), epochs=2)
-    assert set(sw.load_checkpoint(tmp_path)["base"]) == BASE
+    assert set(sw.load_checkpoint(tmp_path)["frozen"]) == BASE
 
 
 @pytest.mark.parametrize("save", ["some", None, True])

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.format import CONTENTS, STATE_FILE
-from samplewise.loop.checkpoint.storage import PARTIAL, REPLACED
+from samplewise.loop.checkpoint.io import PARTIAL, REPLACED
 from samplewise.parallel.group import current_group
 
 FOLDER = "checkpoints"  # in a run directory
@@ -31,7 +31,7 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dic
 
     `path` is a checkpoint of one process or of several ranks, a model saved by `ModelCheckpoint(best=...)` or
     `Trainer.save_model`, or a run directory, of which the newest readable checkpoint is used. Tensors are on `device`.
-    If the trainer had save="trained", "model" has no frozen parameters; "base" has their checksums by name, and the
+    If the trainer had save="trained", "model" has no frozen parameters; "frozen" has their checksums by name, and the
     rest is loaded into a model with the same frozen parameters by `load_state_dict(state["model"], strict=False)`.
 
     Nothing is unpickled, so a checkpoint from an untrusted source cannot run code, and no file is changed.
@@ -39,8 +39,8 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dic
     path = _checked(path)
     folders = [folder for folder in (path / FOLDER, path) if folder.name == FOLDER and folder.is_dir()]
     if not folders:
-        return storage.read(path, device)
-    newest = newest_checkpoint(folders[0], lambda checkpoint: storage.read(checkpoint, device))
+        return io.read(path, device)
+    newest = newest_checkpoint(folders[0], lambda checkpoint: io.read(checkpoint, device))
     if newest is None:
         raise CheckpointError(
             f"{path} must have a checkpoint that can be read; found none in {folders[0]}. "
@@ -62,7 +62,7 @@ def _checked(path: Any) -> Path:
         raise CheckpointError(
             f"path must name a checkpoint, which is a directory; found the file {path} inside one. Pass {path.parent}."
         )
-    there = storage.readable(path)
+    there = io.readable(path)
     if not os.path.lexists(there):
         raise CheckpointError(
             f"{path} must be a checkpoint or a run directory; found no such file or directory. {remedy}"
@@ -118,20 +118,20 @@ class Checkpoints:
     def save(self, state: dict[Any, Any], update: int, own: Any = None) -> Path:
         """Write the state after `update` updates, then remove older checkpoints. Returns the path.
 
-        own: state of this rank: see `storage.write`.
+        own: state of this rank: see `io.write`.
         """
         if update < 0:
             raise ValueError(f"update must be a number of updates, 0 or more; found {update}.")
         self._remove_leftovers()  # first, since they may fill the disk
         path = self.path_of(update)
-        storage.write(path, state, own)
+        io.write(path, state, own)
         self.remove_older_than(update)
         return path
 
     def path_of(self, update: int) -> Path:
         return self.directory / f"update-{update:09d}.ckpt"
 
-    def latest(self, read: Callable[[Path], dict[Any, Any]] = storage.read) -> tuple[dict[Any, Any], Path] | None:
+    def latest(self, read: Callable[[Path], dict[Any, Any]] = io.read) -> tuple[dict[Any, Any], Path] | None:
         """Return (state, path) of the newest readable checkpoint; None if there is none.
 
         CheckpointWarning is issued for each newer one that cannot be read.
@@ -150,17 +150,17 @@ class Checkpoints:
         protected = {path.resolve() for path in self.protect}
         for path in older[self.keep - 1 :]:
             if path.resolve() not in protected:
-                _remove(path, storage.remove_checkpoint)
+                _remove(path, io.remove_checkpoint)
 
     def _remove_leftovers(self) -> None:
         """Remove what interrupted saves have left, except the only copy of a checkpoint that was being replaced."""
         if current_group().rank != 0:
             return
         for path in self.directory.glob(f".*{PARTIAL}"):
-            _remove(path, storage.remove)
+            _remove(path, io.remove)
         for path in self.directory.glob(f".*{REPLACED}"):
             if _final(path).exists():
-                _remove(path, storage.remove)
+                _remove(path, io.remove)
 
     def _check_writable(self) -> None:
         # Write a file, since os.access reports no problem for root, even on a read-only disk.

@@ -1,0 +1,191 @@
+"""Files on disk: absolute paths, atomic writes, JSON, checksums, files of named tensors, format versions.
+
+Every file that is replaced as a whole is written through `atomic_write`: a process that is killed leaves the old file
+or the new one. torch is not imported, because the report is written without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+RUN_FILE = "run.json"  # in every run directory
+RUN_VERSION = 1  # "format_version" in that file
+DESCRIPTION = "samplewise"  # key of the description in the metadata of a file of tensors
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return the path as an absolute path, unaffected by a later `os.chdir`; a leading ~ is expanded."""
+    try:
+        return Path(path).expanduser().absolute()
+    except (OSError, RuntimeError) as why:  # the working directory was removed; ~name is no user
+        raise ValueError(
+            f"a directory must have a path that can be made absolute; found {str(path)!r}: {why} Pass an absolute path."
+        ) from why
+
+
+# --- atomic writes ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, temporary: Path | None = None, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a file for atomic writing to `path`.
+
+    The data is written to `temporary`, synced to disk, then renamed to `path`. On an error `temporary` is deleted and
+    an existing file at `path` is unchanged.
+
+    temporary: `.<name>.partial` next to `path` by default
+    mode: permissions of a new file, before the umask
+    """
+    temporary = temporary or path.with_name(f".{path.name}.partial")
+    try:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            sync_file(file)
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    with atomic_write(path) as file:
+        file.write(content)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Flush an open file and sync it to disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Sync a directory to disk, so that renames in it survive a crash."""
+    if os.name == "nt":  # Windows cannot open directories
+        return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    except OSError as why:
+        if why.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by some network file systems
+            raise
+    finally:
+        os.close(directory)
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
+    """Write a JSON file atomically."""
+    write_bytes(path, json.dumps(content, indent=indent).encode())
+
+
+def read_json(path: Path, error: type[Exception], remedy: str) -> Any:
+    """Content of a JSON file. Raises FileNotFoundError, or `error` with the remedy if it cannot be read or parsed."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as why:
+        raise error(f"{path} must be readable JSON; found {type(why).__name__}: {why}. {remedy}") from why
+
+
+def other_version(name: object, found: object, expected: int) -> str:
+    """Return one sentence for a file or directory whose format version `found` is not `expected`."""
+    if type(found) is int and found > expected:
+        remedy = "it was written by a newer one; upgrade with pip install --upgrade samplewise"
+    else:
+        remedy = "use the version that wrote it, or start a new run directory"
+    shown = repr(found)[:40] if found is not None else "none"
+    return (
+        f"{name} must have format version {expected}; found {shown}, which this version of samplewise does not read: "
+        f"{remedy}."
+    )
+
+
+# --- bytes of tensors ------------------------------------------------------------------------------------------------
+
+
+def sha256(contents: Iterable[str | bytes | Tensor]) -> str:
+    """SHA-256 of texts, bytes and the values of tensors, one after another. The shape and dtype of a tensor are not
+    included.
+    """
+    digest = hashlib.sha256()
+    for content in contents:
+        if isinstance(content, str):
+            digest.update(content.encode())
+        else:
+            digest.update(content if isinstance(content, bytes) else tensor_bytes(content))
+    return digest.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order as a read-only memoryview, without NumPy.
+
+    A contiguous tensor on the CPU is not copied: the view shows its memory, and keeps it alive. A tensor on another
+    device, or with other strides, is copied first.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if not plain.nbytes:
+        return memoryview(b"")
+    buffer = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
+    vars(buffer)["tensor"] = plain  # keeps the memory alive as long as the view
+    return memoryview(buffer).cast("B").toreadonly()
+
+
+def have_same_bytes(first: Tensor, second: Tensor) -> bool:
+    """True if two CPU tensors of one dtype have the same shape and bytes. Faster than torch.equal, and true for NaN."""
+    a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (first, second))
+    return a.shape == b.shape and _compare(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
+
+
+_compare = (ctypes.cdll.msvcrt if platform.system() == "Windows" else ctypes.CDLL(None)).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+# --- files of tensors: safetensors, with a description in JSON; reading them runs no code ----------------------------
+
+
+def require_safetensors(what: str = "checkpoints") -> Any:
+    """Import safetensors, or raise ImportError with the command to install it."""
+    try:
+        import_module("safetensors.torch")
+        return import_module("safetensors")
+    except ImportError:
+        raise ImportError(f"{what} need safetensors: pip install 'samplewise[train]'") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: Any) -> None:
+    """Write a file atomically. Tensors may share memory; they are written separately."""
+    safetensors = require_safetensors("files of tensors")
+    separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_bytes(path, safetensors.torch.save(separate, {DESCRIPTION: json.dumps(description)}))
+
+
+def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], Any]:
+    """Tensors and description of a file. Raises ValueError for a file that `write_tensors` has not written."""
+    safetensors = require_safetensors("files of tensors")
+    try:
+        with safetensors.safe_open(path, "pt", str(device)) as file:
+            description = json.loads(file.metadata()[DESCRIPTION])
+            return {name: file.get_tensor(name) for name in file.keys()}, description  # noqa: SIM118
+    except FileNotFoundError:
+        raise
+    except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as why:
+        raise ValueError(f"{path} must be a file of tensors; found other content: {why}") from why
