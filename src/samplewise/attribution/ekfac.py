@@ -22,10 +22,10 @@ from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_file import read_tensors, write_tensors
 from samplewise.core.text import listed
+from samplewise.dataset_pass import check_repeatable
 from samplewise.engine.checks import check_model
 from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import StoreError
-from samplewise.eval_pass import check_repeatable
 
 FORMAT = 1
 Labels = Literal["sampled", "data"] | Callable[[Any, Any], Any]  # (model, batch) -> batch

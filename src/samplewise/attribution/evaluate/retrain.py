@@ -35,8 +35,8 @@ from samplewise.core.progress import progress
 from samplewise.core.snapshot import random_state_restored
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.tensor_file import read_tensors, require_safetensors, write_tensors
+from samplewise.dataset_pass import check_order, check_repeatable
 from samplewise.errors import StoreError
-from samplewise.eval_pass import check_order, check_repeatable
 from samplewise.step.step import Step
 
 Job = tuple[int, int]  # (repetition, subset)

@@ -13,11 +13,11 @@ from transformers import Trainer
 
 from samplewise.backward import backward, checked_chain, without_norms
 from samplewise.errors import BatchError, GraphError, LossesError
+from samplewise.integrations.huggingface.compatibility import check_supported
+from samplewise.integrations.huggingface.denominators import Denominators
 from samplewise.integrations.huggingface.ids import IdCollator, with_id_column, without_columns
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger
-from samplewise.integrations.huggingface.scaling import Denominators
-from samplewise.integrations.huggingface.support import check_supported
 from samplewise.integrations.mixin import check_comes_first
 from samplewise.integrations.private import refuse_privacy
 from samplewise.integrations.transformers_losses import KnownLosses, known_losses

@@ -1,4 +1,4 @@
-"""Backward passes of frameworks: Accelerate, Fabric, gradient scalers, or any function that runs one."""
+"""`sw.backward(through=...)`: backward passes of Accelerate, Fabric, gradient scalers, or any function that runs one."""
 
 from __future__ import annotations
 
