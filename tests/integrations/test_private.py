@@ -7,7 +7,7 @@ import pytest
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import samplewise as sw
-from samplewise.integrations.private import refuse_privacy
+from samplewise.integrations.adapter import refuse_privacy
 
 PRIVACY = dict(noise_multiplier=1.0, delta=1e-5, updates=10, sample_rate=0.1, clip=1.0, seed=0)
 MESSAGE = "privacy= must be used with sw.Step, which draws samples as the accountant assumes .* Use sw.Step"
