@@ -64,6 +64,42 @@ def test_a_forward_pass_that_did_not_fit_changes_nothing(task):
     assert torch.equal(seen, torch.get_rng_state())
 
 
+def test_auto_is_halved_when_the_device_runs_out_of_memory(task):
+    """The size found in one batch is that of the next one; a sample alone is not tried again."""
+    model, x, y = task
+    room = [6]
+    sizes = Unrestored()
+
+    def loss_of_some(model, batch):
+        sizes.append(len(batch[0]))
+        if len(batch[0]) > room[0]:
+            raise torch.OutOfMemoryError("no room")
+        return loss_fn(model, batch)
+
+    batches = [(x, y), (x[:9], y[:9])]
+    found = [(len(g), g.norms()) for _, g in sw.scan(model, loss_of_some, batches, microbatch=sw.auto(2**30))]
+    assert [size for size, _ in found] == [6, 6, 6, 5, 6, 3]
+    expected = [sw.gradients(loss_fn(model, batch), model).norms() for batch in batches]
+    torch.testing.assert_close(torch.cat([norms for _, norms in found]), torch.cat(expected))
+    room[0] = 0
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        next(sw.scan(model, loss_of_some, batches, microbatch=sw.auto(2**30)))
+    assert sizes.take()[-2:] == [2, 1]
+
+
+def test_other_errors_are_not_retried(task):
+    model, x, y = task
+    calls = Unrestored()
+
+    def failing(model, batch):
+        calls.append(1)
+        raise ArithmeticError("wrong")
+
+    with pytest.raises(ArithmeticError, match="wrong"):
+        next(sw.scan(model, failing, [(x, y)]))
+    assert len(calls) == 1
+
+
 def test_losses_with_counts(task):
     model, x, y = task
     ((_, g),) = sw.scan(model, lambda m, b: (loss_fn(m, b), torch.ones(len(b[0]))), [(x, y)])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samplewise.backward_through import FrameworkPass, Through
 from samplewise.core.modes import check_modes
 from samplewise.core.text import plural
 from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters
@@ -27,7 +28,6 @@ from samplewise.errors import (
     NonFiniteLossError,
     TransformError,
 )
-from samplewise.framework_pass import FrameworkPass, Through
 from samplewise.parallel.ddp import is_replica, refuse_static_graph
 from samplewise.transforms.chain import Chain, Transforms, as_chain
 from samplewise.transforms.measure import measure

@@ -42,8 +42,8 @@ from samplewise.errors import StoreError as StoreError
 from samplewise.errors import TrainingWarning as TrainingWarning
 from samplewise.errors import TransformError as TransformError
 from samplewise.ledger.files import read_ledger as read_ledger
-from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
+from samplewise.ledger.sample_ids import Indexed as Indexed
 from samplewise.loop import callbacks as callbacks
 from samplewise.loop import loggers as loggers
 from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpoint

@@ -12,7 +12,8 @@ from samplewise.core.batches import check_loader, copied, cut, keep_whole, lengt
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.constants import constants_of, difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
-from samplewise.core.memory import Auto, Microbatch, auto, bounded, free_memory, is_out_of_memory
+from samplewise.core.memory import Auto, Microbatch, auto, bounded
+from samplewise.core.microbatch import Halving, MicrobatchSize
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.arguments import check_attached, check_model
 from samplewise.engine.gradients import Gradients, gradients
@@ -56,85 +57,63 @@ class Scanner:
             raise ValueError(
                 f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {microbatch!r}."
             )
-        self._pieces = _Pieces(model, as_loss_fn(loss_fn), size)
+        self._model = model
+        self._loss_fn = as_loss_fn(loss_fn)
+        self._size = MicrobatchSize(size, model, share=4)
         self._strategy = strategy
+        self._compared = False  # a slice was compared with its batch
 
     def of(self, batch: Any) -> Iterator[tuple[Any, Gradients]]:
-        """Yield (microbatch, g) of a batch."""
-        for piece, losses in self._pieces.of(batch):
-            yield piece, gradients(losses, self._pieces.model, strategy=self._strategy)
-
-
-class _Pieces:
-    """Slices batches into microbatches and computes their losses; finds the size that fits into memory."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn, microbatch: int | Auto | None):
-        self.model = model
-        self.loss_fn = loss_fn
-        self.size = microbatch if isinstance(microbatch, int) else None
-        self.memory: int | None = None  # budget of an automatic size
-        if isinstance(microbatch, Auto):
-            self.memory = microbatch.memory or free_memory(model) // 4
-        self.constants = constants_of(loss_fn)
-        self.sliced = False  # whether a slice was compared with its batch
-
-    def of(self, batch: Any) -> Iterator[tuple[Any, Tensor]]:
-        """Yield (microbatch, losses); halve the size when the activations exceed the memory budget."""
-        batch = keep_whole(batch, self.constants)
+        """Yield (microbatch, g) of a batch; halve the size when the activations exceed the memory budget."""
+        batch = keep_whole(batch, constants_of(self._loss_fn))
         total = length(batch)
         if total is None:
-            yield batch, self._losses(batch)
+            yield batch, self._gradients(self._losses(batch))
             return
         start = 0
         while start < total:
-            stop = min(start + (self.size or total), total)
-            piece = batch
+            stop = min(start + (self._size.size or total), total)
+            microbatch = batch
             if (start, stop) != (0, total):
                 self._compare_slice(batch, start, stop)
-                piece = cut(batch, start, stop)
-            measures = self.memory is not None and stop - start > 1
-            losses = self._measured(piece) if measures else self._losses(piece)
-            if losses is None:
-                self.size = (stop - start + 1) // 2
-                continue
-            yield piece, losses
-            start = stop
+                microbatch = cut(batch, start, stop)
+            losses = self._losses_within_budget(microbatch, stop - start)
+            if losses is not None:
+                yield microbatch, self._gradients(losses)
+                start = stop
+
+    def _gradients(self, losses: Tensor) -> Gradients:
+        return gradients(losses, self._model, strategy=self._strategy)
 
     def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
         """In the first slice, raise BatchError if an entry that is not per sample has as many rows as there are
         samples.
         """
-        if self.sliced:
+        if self._compared:
             return
-        self.sliced = True
+        self._compared = True
 
         def compute(some: Any) -> Tensor:
-            return per_sample(self.loss_fn(self.model, copied(some)))[0]
+            return per_sample(self._loss_fn(self._model, copied(some)))[0]
 
-        state = CallSnapshot([self.loss_fn], [self.model])
+        state = CallSnapshot([self._loss_fn], [self._model])
         try:
-            with eval_mode(self.model), torch.no_grad():
+            with eval_mode(self._model), torch.no_grad():
                 difference_of_slice(compute, batch, start, stop)
         finally:
             state.restore()
 
-    def _losses(self, piece: Any) -> Tensor:
+    def _losses(self, microbatch: Any) -> Tensor:
         with torch.enable_grad():
-            losses = per_sample(self.loss_fn(self.model, piece))[0]
+            losses = per_sample(self._loss_fn(self._model, microbatch))[0]
         check_attached(losses)
         return losses
 
-    def _measured(self, piece: Any) -> Tensor | None:
-        """Return the losses, or restore the state of model and loss function and return None if the activations exceed
-        the budget.
-        """
-        assert self.memory is not None
-        state = CallSnapshot([self.loss_fn], [self.model], [piece])
-        try:
-            with bounded(self.memory, self.model):
-                return self._losses(piece)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            state.restore()
-            return None
+    def _losses_within_budget(self, microbatch: Any, samples: int) -> Tensor | None:
+        """Losses of a microbatch; None if they do not fit into memory, after which the size is smaller."""
+        if self._size.budget is None or samples == 1:  # a single sample has no budget: it cannot be cut
+            return self._losses(microbatch)
+        state = CallSnapshot([self._loss_fn], [self._model], [microbatch])
+        with Halving(self._size, state.restore, samples), bounded(self._size.budget, self._model):
+            return self._losses(microbatch)
+        return None

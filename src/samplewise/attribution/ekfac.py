@@ -21,9 +21,9 @@ from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed
+from samplewise.dataset_pass import check_repeatable
 from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.errors import StoreError
-from samplewise.eval_pass import check_repeatable
 
 FORMAT = 1
 Labels = Literal["sampled", "data"] | Callable[[Any, Any], Any]  # (model, batch) -> batch

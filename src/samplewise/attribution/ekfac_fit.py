@@ -28,12 +28,12 @@ from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import RandomState
+from samplewise.dataset_pass import share_of_rank
 from samplewise.engine.arguments import wanted_parameters, wide_dtype
 from samplewise.engine.gradients import factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
-from samplewise.eval_pass import share_of_rank
 from samplewise.parallel.group import current_group, on_every_rank
 from samplewise.scan import scan
 

@@ -13,9 +13,9 @@ from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed
+from samplewise.dataset_pass import share_of_rank
 from samplewise.engine.arguments import check_attached, check_model, wanted_parameters
 from samplewise.errors import ParameterError
-from samplewise.eval_pass import share_of_rank
 from samplewise.parallel.group import current_group, on_every_rank
 
 LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64

@@ -44,10 +44,10 @@ from samplewise.core.memory import Microbatch
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
+from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.quantities import Projection
 from samplewise.errors import StoreError
-from samplewise.eval_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.parallel.group import current_group, on_every_rank, on_rank_zero
 
 FORMAT = 2

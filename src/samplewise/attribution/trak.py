@@ -14,7 +14,7 @@ from samplewise.attribution.curvature import checked_damping
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
 from samplewise.core.memory import Microbatch
-from samplewise.eval_pass import check_train_and_queries
+from samplewise.dataset_pass import check_train_and_queries
 from samplewise.parallel.group import current_group, on_rank_zero
 
 

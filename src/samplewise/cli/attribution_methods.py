@@ -18,8 +18,8 @@ from samplewise.attribution.trak import trak
 from samplewise.cli.dataset_order import OrderedBatches
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
+from samplewise.dataset_pass import Checkpoint, parameters_kept
 from samplewise.errors import LossesError
-from samplewise.eval_pass import Checkpoint, parameters_kept
 
 LOWERS_LOSS = "training on the sample lowers the loss of the query"
 RAISES_MARGIN = "training on the sample raises the margin of the query, the log-odds of its label"

@@ -11,9 +11,9 @@ import torch
 import typer
 
 from samplewise.cli.arguments import device_named
-from samplewise.cli.ids import explain_missing_ids, with_ids
 from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe import Recipe
+from samplewise.cli.sample_ids import explain_missing_ids, with_ids
 from samplewise.core.files import absolute
 from samplewise.core.text import plural
 from samplewise.ledger.ledger import Ledger

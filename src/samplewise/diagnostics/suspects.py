@@ -17,10 +17,10 @@ from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import did_you_mean, listed, plural, render
+from samplewise.dataset_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, Score, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
-from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
 from samplewise.ledger.files import load_pyarrow, read_ledger

@@ -23,7 +23,7 @@ from samplewise.core.files import write_json
 from samplewise.core.text import plural
 from samplewise.errors import LedgerWarning
 from samplewise.ledger.aggregate import SCORES, recommended_score, suspicion
-from samplewise.ledger.indexed import Indexed
+from samplewise.ledger.sample_ids import Indexed
 
 FILE = "previews.json"
 VERSION = 1

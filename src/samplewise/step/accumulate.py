@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.snapshot import checksum
 from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.engine.gradients import Gradients, require_linear
 from samplewise.step.forward import LossEvaluator
-from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.nonfinite import problem_of_losses
 from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.chain import Chain, Stage

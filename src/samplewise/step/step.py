@@ -17,6 +17,7 @@ from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.memory import Auto
+from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
@@ -45,7 +46,6 @@ from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerRunner, Runner
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
-from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
@@ -188,7 +188,7 @@ class Step(CheckedAttributes):
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         self._layouts = BatchLayouts()
         self._constants = constants_of(loss_fn)
-        size = MicrobatchSize(config.microbatch, modules, self._layouts)
+        size = MicrobatchSize(config.microbatch, modules[0], share=2, length=self._layouts.length)
         self._counters = counters = Counters()
         self._precision = MixedPrecision(precision)
         buffers = Buffers(modules)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from samplewise.core.batches import length
 from samplewise.core.closure_state import CallSnapshot
+from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.modes import check_modes
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
@@ -27,7 +28,6 @@ from samplewise.step.checks import check_pieces, check_reached
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
-from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.private_checks import ModelState, check_private_parameters, largest_terms
 from samplewise.step.recheck import Recheck

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
-from samplewise.eval_pass import check_train_and_queries
+from samplewise.dataset_pass import check_train_and_queries
 
 
 def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any]) -> dict[str, Tensor]:

@@ -9,22 +9,21 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from samplewise.integrations.recorder import Recorder
-from samplewise.ledger.indexed import Indexed
-from samplewise.ledger.ledger import Ledger
+from samplewise.integrations.adapter import Adapter
 from samplewise.ledger.previews import TEXT_KEYS
+from samplewise.ledger.sample_ids import Indexed
 
 
 class TrainerLedger:
     """The ledger of a trainer: opened for each training, with rows once per update, and saved with its checkpoints."""
 
-    def __init__(self, ledger: Ledger | None, indexed: Indexed | None):
-        self.recorder = Recorder(ledger)
+    def __init__(self, adapter: Adapter, indexed: Indexed | None):
         self.parts = 0  # of the ledger at the last checkpoint
-        self._ledger = ledger
+        self._adapter = adapter
+        self._ledger = adapter.ledger
         self._indexed = indexed  # as it was passed to the trainer
         self._trainer: Any = None
-        self._step = 0  # update that the passes of the recorder belong to
+        self._step = 0  # update that the passes of the adapter belong to
         self._restarts = 0  # of the training loop in one call of train()
 
     # --- one training ------------------------------------------------------------------------------------------------
@@ -38,7 +37,7 @@ class TrainerLedger:
 
         The loop starts again, from the first update, if the Trainer looks for a batch size that fits the memory.
         """
-        self.recorder.take()  # batches of an update that was not made
+        self._adapter.take_passes()  # batches of an update that was not made
         if self._ledger is None:
             return
         saved = state.stateful_callbacks.get(LedgerCallback.__name__, {}) if state.global_step else {}
@@ -54,15 +53,6 @@ class TrainerLedger:
             items = _preview_items(self._indexed.dataset, self._trainer.processing_class)
         self._ledger._set_previews(items, _class_names(self._trainer.model))
 
-    def finish(self) -> None:
-        if self._ledger is not None:
-            self._ledger.on_fit_end()
-
-    def stop(self) -> None:
-        """Write the rows so far, after an error."""
-        if self._ledger is not None:
-            self._ledger.on_error()
-
     def save(self) -> None:
         """Write the rows so far, before a checkpoint. Every rank must call it."""
         if self._ledger is not None:
@@ -73,14 +63,14 @@ class TrainerLedger:
     def start_step(self, global_step: int) -> None:
         """Discard passes of an update that was not made."""
         if global_step != self._step:
-            self.recorder.take()
+            self._adapter.take_passes()
         self._step = global_step
 
     def record(self, state: Any, skipped: bool) -> None:
         """Record the samples of an update that was made, or skipped because of non-finite gradients."""
-        passes = self.recorder.take()
+        passes = self._adapter.take_passes()
         if state.global_step == self._step + 1:
-            self.recorder.record(passes, self._step, skipped=skipped, epoch=ceil(state.epoch) - 1)
+            self._adapter.record(passes, self._step, skipped=skipped, epoch=ceil(state.epoch) - 1)
 
 
 class LedgerCallback(TrainerCallback, ExportableState):

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from samplewise.backward import backward, checked_chain, without_norms
+from samplewise.backward import checked_chain
 from samplewise.errors import BatchError, GraphError, LossesError
-from samplewise.integrations.huggingface.ids import IdCollator, with_id_column, without_columns
+from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first, refuse_privacy
+from samplewise.integrations.huggingface.compatibility import check_supported
+from samplewise.integrations.huggingface.denominators import Denominators
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger
-from samplewise.integrations.huggingface.scaling import Denominators
-from samplewise.integrations.huggingface.support import check_supported
-from samplewise.integrations.mixin import check_comes_first
-from samplewise.integrations.private import refuse_privacy
 from samplewise.integrations.transformers_losses import KnownLosses, known_losses
-from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
+from samplewise.ledger.sample_ids import Columns, IdCollator, Indexed, split_entries
 from samplewise.transforms.chain import Transforms
 
 if TYPE_CHECKING:
@@ -74,12 +73,11 @@ class PerSample(Base):
         refuse_privacy(privacy, "the Hugging Face Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
-        self._chain = checked_chain(transforms)
+        self._adapter = Adapter(checked_chain(transforms), ledger)
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self)
         indexed = next((each for each in (*args, *kwargs.values()) if isinstance(each, Indexed)), None)
-        self._ledger = TrainerLedger(ledger, indexed)
-        self._recorder = self._ledger.recorder
+        self._ledger = TrainerLedger(self._adapter, indexed)
         super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
         check_supported(self)
         self.add_callback(LedgerCallback(self._ledger))
@@ -105,22 +103,18 @@ class PerSample(Base):
         check_supported(self)
         self._announce_max_grad_norm()
         self._ledger.begin(self)
-        try:
-            result = super().train(*args, **kwargs)
-        except BaseException:
-            self._ledger.stop()
-            raise
-        finally:
-            self._outputs_hook.remove()
-        self._ledger.finish()
-        return result
+        with self._adapter.training():
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self._outputs_hook.remove()
 
     def get_train_dataloader(self) -> Any:
         """The data loader of the Trainer, whose batches also hold the ids and the columns of the ledger."""
         collator = self.data_collator
         extra = self._extra_columns()
         columns = self._signature_columns
-        self.data_collator = IdCollator(collator, extra)
+        self.data_collator = IdCollator(collator, partial(split_entries, keys=extra), _with_columns)
         self._signature_columns = [*columns, *extra]
         try:
             return super().get_train_dataloader()
@@ -136,7 +130,12 @@ class PerSample(Base):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The training step of the Trainer, with per-sample gradients in place of its call of accelerator.backward."""
         batch = inputs
-        inputs = without_columns(batch, self._extra_columns())
+        if not isinstance(batch, Mapping):
+            raise BatchError(
+                f"a batch must be a dict of tensors; found {type(batch).__name__}. Use a trainer whose data collator "
+                "returns dicts."
+            )
+        inputs, _ = split_entries(batch, self._extra_columns())
         self._ledger.start_step(self.state.global_step)
         scaled = self._denominators.prepare(model, inputs, num_items_in_batch)
         num_items = num_items_in_batch if scaled else None
@@ -162,7 +161,7 @@ class PerSample(Base):
     def _extra_columns(self) -> list[Hashable]:
         """Columns of the batch that only the ledger reads, such as the ids."""
         self._set_signature_columns_if_needed()
-        return [key for key in self._recorder.keys if key not in self._signature_columns]
+        return [key for key in self._adapter.keys if key not in self._signature_columns]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         self._ledger.save()
@@ -178,24 +177,23 @@ class PerSample(Base):
 
     def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float) -> None:
         """Backward pass of one batch, with transforms, and its results for the ledger."""
-        rows = _rows(batch, self._recorder.id_key)
+        rows = _rows(batch, self._adapter.id_key)
         known = self._known_losses(loss, batch, denominator)
-        losses = None if known is None else known.losses
-        counts = self._denominators.counts(batch) if known is None else known.counts
-        if self._chain.samples.transforms or self._recorder.needs_norms:
-            outputs = per_sample_outputs(self._outputs_hook.inner, rows)
-            options = {"denominator": denominator, "losses": losses, "counts": counts, "batch": batch}
-            result = backward(loss, model, outputs, self._chain, self.accelerator, **options)
-        else:
-            self.accelerator.backward(loss)
-            result = without_norms(rows, loss.device, losses, counts)
-        self._recorder.add(result, batch, columns=None if known is None else known.columns)
+        values = BatchLoss(
+            loss,
+            per_sample_outputs(self._outputs_hook.inner, rows) if self._adapter.per_sample else [],
+            rows,
+            losses=None if known is None else known.losses,
+            counts=self._denominators.counts(batch) if known is None else known.counts,
+            columns=None if known is None else known.columns,
+        )
+        self._adapter.backward(values, model, self.accelerator, denominator, batch)
 
     def _known_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
         """Losses of the samples; NaN if they do not add up to the loss of the trainer."""
-        reads = next((t for t in self._chain.samples.transforms if "losses" in t.needs), None)
+        reads = next((t for t in self._adapter.chain.samples.transforms if "losses" in t.needs), None)
         forward = self._outputs_hook.outputs
-        if not forward or (reads is None and self._recorder.ledger is None):
+        if not forward or not self._adapter.reads_losses:
             return None
         with torch.no_grad():
             known = self.per_sample_losses(forward[0], batch)
@@ -210,7 +208,7 @@ class PerSample(Base):
         return known
 
     def _announce_max_grad_norm(self) -> None:
-        clips = next((t for t in self._chain.samples.transforms if t.name.startswith("clip(")), None)
+        clips = next((t for t in self._adapter.chain.samples.transforms if t.name.startswith("clip(")), None)
         if clips is not None and self.args.max_grad_norm > 0:
             logger.warning(
                 "max_grad_norm=%g of the TrainingArguments (default 1.0) also clips the sum of the gradients, after "
@@ -251,3 +249,38 @@ def _rows(batch: Any, id_key: Any) -> int:
     if not tensors:
         raise BatchError("a batch must hold tensors with one row per sample; found none.")
     return len(tensors[0])
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+def with_id_column(argument: Any) -> Any:
+    """An argument of the trainer; a `datasets.Dataset` inside sw.Indexed becomes a dataset with the column "id".
+
+    TRL tokenizes, filters and shuffles a dataset with methods that only a `datasets.Dataset` has.
+    """
+    if not isinstance(argument, Indexed) or not _is_table(argument.dataset):
+        return argument
+    dataset = argument.dataset
+    if "id" in dataset.column_names:
+        raise TypeError(
+            "Indexed must be able to add the column 'id' to a dataset; found one that has it. Pass the dataset without "
+            "sw.Indexed: sw.Ledger() reads its column 'id'."
+        )
+    return dataset.add_column("id", list(range(len(dataset))))
+
+
+def _is_table(dataset: Any) -> bool:
+    """True for a `datasets.Dataset`, unless a function computes its items, which may leave out the ids."""
+    try:
+        import datasets
+    except ImportError:
+        return False
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+
+
+def _with_columns(batch: Any, columns: Columns) -> Any:
+    """The batch of the trainer's collator, which does not get the columns of the ledger."""
+    for key, values in columns.items():
+        batch[key] = values
+    return batch

@@ -10,12 +10,11 @@ from keras import tree
 from keras.src import backend
 from torch import Tensor
 
-from samplewise.backward import BackwardResult, backward
 from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
 from samplewise.errors import LossesError, SamplesInteractError
+from samplewise.integrations.adapter import Adapter, BatchLoss
 from samplewise.integrations.keras.gradients import named_variables
 from samplewise.integrations.keras.sample_losses import sample_losses
-from samplewise.transforms.chain import Chain
 
 AVERAGES = ("sum_over_batch_size", "mean", "none", None)
 
@@ -76,24 +75,36 @@ class BackwardPass:
             torch.autograd.backward(self._additional.losses, gradients, retain_graph=True)
 
 
-def transformed_backward(
-    model: Any, transforms: Chain, run: BackwardPass, y: Any, y_pred: Any, sample_weight: Any, batch: Any
-) -> BackwardResult:
+def run_backward(
+    adapter: Adapter,
+    model: Any,
+    loss: Tensor,
+    additional: AdditionalLosses,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    batch: Any,
+    epoch: int,
+) -> None:
     """Write the gradient into `.grad`: that of the loss with transforms, those of additional losses without."""
     outputs = tree.flatten(y_pred)
-    if transforms.weighs:  # then sw.backward does not call run.backward
-        run.add_additional()
+    values = BatchLoss(
+        loss,
+        outputs,
+        len(outputs[0]),
+        losses=losses_of_samples(model, y, y_pred) if adapter.reads_losses else None,
+        columns=None if adapter.ledger is None else columns_of_predictions(model, y, y_pred),
+    )
+    variables: dict[str, Tensor] = {}
+    divisor = 1.0
+    if adapter.per_sample:
+        variables = {name: v.value for name, v in named_variables(model).items()}
+        divisor = denominator(model, values.samples, sample_weight)
+    through = BackwardPass(model.optimizer, loss, additional)
+    if adapter.chain.weighs:  # then sw.backward does not call through.backward
+        through.add_additional()
     try:
-        return backward(
-            run.loss,
-            {name: v.value for name, v in named_variables(model).items()},
-            outputs=outputs,
-            transforms=transforms,
-            through=run,
-            denominator=denominator(model, len(outputs[0]), sample_weight),
-            losses=losses_of_samples(model, y, y_pred),
-            batch=batch,
-        )
+        adapter.backward(values, variables, through, divisor, batch, epoch)
     except SamplesInteractError as error:
         if any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
             error.add_note("With Keras, layer.trainable = False makes BatchNormalization use its moving statistics.")

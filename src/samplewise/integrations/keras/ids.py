@@ -14,8 +14,8 @@ import numpy as np
 from keras import tree
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 
-from samplewise.ledger.indexed import IndexedItem
 from samplewise.ledger.ledger import Ledger
+from samplewise.ledger.sample_ids import IndexedItem, split_entries
 
 ROWS = "samplewise rows"
 ARRAYS = "samplewise arrays"
@@ -42,27 +42,22 @@ class BatchSplitter:
 
     def __init__(self, model: Any, ledger: Ledger | None):
         self._id = None if ledger is None else ledger.keys["id"]
-        self._recorded = set() if ledger is None else set(ledger.keys.values())
-        self._inputs = _input_names(model)
+        recorded = set() if ledger is None else set(ledger.keys.values())
+        inputs = _input_names(model)
+        # If the inputs of the model are not known, all but the ids are inputs.
+        self._hidden = recorded - inputs if inputs else recorded & {self._id}
 
     def split(self, data: Any) -> SplitBatch:
         if isinstance(data, IndexedItem):
-            return SplitBatch(tuple(data[:-1]), data.id, {})
+            return SplitBatch(data.without_id(), data.id, {})
         x, *others = data if isinstance(data, (tuple, list)) else (data,)
         ids = None
         if isinstance(x, dict) and ROWS in x:
             ids = x[ROWS]
             x = x[ARRAYS]
         columns = dict(x) if isinstance(x, dict) else {}
-        if self._recorded & columns.keys():
-            x = {key: values for key, values in columns.items() if self._is_input(key)}
+        x, _ = split_entries(x, self._hidden)
         return SplitBatch((x, *others), columns.get(self._id) if ids is None else ids, columns)
-
-    def _is_input(self, key: Hashable) -> bool:
-        """If the inputs of the model are not known, all but the ids are inputs."""
-        if key not in self._recorded:
-            return True
-        return key in self._inputs if self._inputs else key != self._id
 
     def epoch(self, batches: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
         """Yield the elements of a Keras epoch iterator without ids."""

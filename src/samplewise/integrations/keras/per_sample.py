@@ -12,10 +12,10 @@ import torch
 from keras import tree
 
 from samplewise.errors import DistributedError
+from samplewise.integrations.adapter import check_comes_first, refuse_privacy
+from samplewise.integrations.keras.backward import run_backward
 from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
 from samplewise.integrations.keras.settings import Settings, next_update
-from samplewise.integrations.mixin import check_comes_first
-from samplewise.integrations.private import refuse_privacy
 from samplewise.ledger.ledger import Ledger
 from samplewise.parallel.group import current_group
 
@@ -81,20 +81,16 @@ class PerSample(Base):
         _refuse_ranks()
         arguments = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         arguments["callbacks"] = settings.with_epochs(arguments.get("callbacks"))
-        if settings.ledger is None:
+        if settings.ledger is not None:
+            arguments["x"] = with_row_numbers(arguments.get("x"), settings.adapter.id_key)
+        with settings.adapter.training():
             return super().fit(**arguments)
-        arguments["x"] = with_row_numbers(arguments.get("x"), settings.id_key)
-        try:
-            history = super().fit(**arguments)
-        except BaseException:
-            settings.ledger.on_error()
-            raise
-        settings.ledger.on_fit_end()
-        return history
 
     def train_step(self, data: Any) -> Any:
         """The steps of Keras's own `train_step` for the torch backend, with another backward pass."""
         settings = self._checked_settings()
+        adapter = settings.adapter
+        adapter.take_passes()  # of an update that was not made because of an error
         model: Any = self
         data, ids, columns = self._split(data)
         settings.check_ids(ids)
@@ -106,14 +102,14 @@ class PerSample(Base):
         samples = next(v for v in tree.flatten(x) if v is not None).shape[0]
         model._loss_tracker.update_state(loss, sample_weight=samples)
         if model.trainable_weights:
-            batch = {"x": x, "y": y, "sample_weight": sample_weight, **columns, settings.id_key: ids}
-            result = settings.backward(model, loss, additional, y, y_pred, sample_weight, batch)
+            batch = {"x": x, "y": y, "sample_weight": sample_weight, **columns, adapter.id_key: ids}
+            run_backward(adapter, model, loss, additional, y, y_pred, sample_weight, batch, settings.epoch)
             variables = model.trainable_weights[:]
             gradients = [v.value.grad for v in variables]
             update = next_update(model.optimizer, gradients)
             with torch.no_grad():
                 model.optimizer.apply(gradients, variables)
-            settings.record(result, model, y, y_pred, batch, update)
+            adapter.record(adapter.take_passes(), update.index, skipped=update.skipped)
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
-from keras import tree
 from keras.src.saving.keras_saveable import KerasSaveable
 from torch import Tensor
 
-from samplewise.backward import BackwardResult, without_norms
 from samplewise.errors import LedgerError
-from samplewise.integrations.keras.backward import (
-    AdditionalLosses,
-    BackwardPass,
-    columns_of_predictions,
-    losses_of_samples,
-    transformed_backward,
-)
-from samplewise.integrations.recorder import Recorder
+from samplewise.integrations.adapter import Adapter
+from samplewise.integrations.keras.backward import AdditionalLosses
 from samplewise.ledger.ledger import Ledger
 from samplewise.transforms.chain import as_chain
 
@@ -41,21 +33,16 @@ class Settings(KerasSaveable):
                 "the ledger must have a run directory of its own, because Keras has none; found none. Pass "
                 "sw.Ledger('runs/first')."
             )
-        self.transforms = as_chain(transforms)
+        self.adapter = Adapter(as_chain(transforms), ledger)
         self.ledger = ledger
-        self.recorder = Recorder(ledger)
         self.epoch = 0
         self.additional: AdditionalLosses | None = None  # set while the loss of a training step is computed
-
-    @property
-    def id_key(self) -> Hashable:
-        return self.recorder.id_key
 
     def check_ids(self, ids: Any) -> None:
         if self.ledger is not None and ids is None:
             raise LedgerError(
                 "a batch must have the ids of its samples to be recorded in a ledger; found none. Pass arrays to fit, "
-                f"a dict x with the key {self.id_key!r}, or a DataLoader of sw.Indexed(dataset)."
+                f"a dict x with the key {self.adapter.id_key!r}, or a DataLoader of sw.Indexed(dataset)."
             )
 
     def with_epochs(self, callbacks: Any) -> Any:
@@ -75,32 +62,6 @@ class Settings(KerasSaveable):
             yield self.additional
         finally:
             self.additional = None
-
-    def backward(
-        self,
-        model: Any,
-        loss: Tensor,
-        additional: AdditionalLosses,
-        y: Any,
-        y_pred: Any,
-        sample_weight: Any,
-        batch: Any,
-    ) -> BackwardResult:
-        """Run the backward pass. Per-sample gradients are not computed if there is neither a transform nor a ledger
-        that records norms.
-        """
-        run = BackwardPass(model.optimizer, loss, additional)
-        if self.transforms.transforms or self.recorder.needs_norms:
-            return transformed_backward(model, self.transforms, run, y, y_pred, sample_weight, batch)
-        run.backward(loss)
-        losses = None if self.ledger is None else losses_of_samples(model, y, y_pred)
-        return without_norms(len(tree.flatten(y_pred)[0]), loss.device, losses)
-
-    def record(self, result: BackwardResult, model: Any, y: Any, y_pred: Any, batch: Any, update: BatchUpdate) -> None:
-        """Record the samples of a batch in the ledger."""
-        if self.ledger is not None:
-            self.recorder.add(result, batch, self.epoch, columns=columns_of_predictions(model, y, y_pred))
-            self.recorder.record(self.recorder.take(), update.index, skipped=update.skipped)
 
     # --- state, saved by Keras with the weights ----------------------------------------------------------------------
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from samplewise.backward import backward, without_norms
 from samplewise.errors import GraphError
+from samplewise.integrations.adapter import Adapter, BatchLoss, refuse_privacy
 from samplewise.integrations.lightning.module import (
     check_trainer,
     framework_backward,
@@ -18,11 +20,9 @@ from samplewise.integrations.lightning.module import (
     loss_scale,
     replace_methods,
 )
-from samplewise.integrations.lightning.returned import Returned, check_arguments, parse
-from samplewise.integrations.lightning.window import AccumulationWindow
-from samplewise.integrations.private import refuse_privacy
-from samplewise.integrations.recorder import Recorder
+from samplewise.integrations.lightning.step_output import check_arguments, for_trainer, parse
 from samplewise.ledger.ledger import Ledger
+from samplewise.parallel.group import current_group
 from samplewise.transforms.chain import Transforms, as_chain
 
 
@@ -72,17 +72,17 @@ class PerSample(Callback):
         self.transforms = as_chain(transforms)
         self.ledger = ledger
         self.exact_accumulation = exact_accumulation
-        self._recorder = Recorder(ledger)
+        self._adapter = Adapter(self.transforms, ledger)
         self._restore_methods: Callable[[], None] = _do_nothing
         self._reset()
 
     def _reset(self) -> None:
         self._batch: Any = None
-        self._returned: Returned | None = None  # by training_step, until its backward pass
+        self._returned: BatchLoss | None = None  # by training_step, until its backward pass
         self._ran = False  # a backward pass since the last update
         self._window = AccumulationWindow()
         self._record_update: Callable[[], None] = _do_nothing  # rows of the last update, once the optimizer has stepped
-        self._recorder.take()
+        self._adapter.take_passes()
 
     # --- backward passes -------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class PerSample(Callback):
         if returned is None or not module.automatic_optimization:
             return returned
         self._returned = parse(returned)
-        return self._returned.for_trainer(returned)
+        return for_trainer(returned, self._returned.loss)
 
     def _backward(
         self, module: LightningModule, original: Callable[..., Any], loss: Tensor, *args: Any, **given: Any
@@ -106,28 +106,15 @@ class PerSample(Callback):
             returned = self._returned
             factor /= module.trainer.accumulate_grad_batches
         self._returned = None
-        denominator = returned.denominator
+        count = returned.samples if returned.counts is None else float(returned.counts.sum())
+        denominator = count or 1.0
         if self.exact_accumulation:
-            loss = loss * self._window.add(returned.count)
+            loss = loss * self._window.add(count)
             denominator = self._window.unit
-        if self.transforms.transforms or self._recorder.needs_norms:
-            results = backward(
-                loss,
-                module,
-                returned.outputs,
-                self.transforms,
-                framework_backward(module, original),
-                denominator=denominator / factor,
-                losses=returned.losses,
-                counts=returned.counts,
-                batch=self._batch,
-            )
-        else:
-            original(loss)
-            results = without_norms(returned.samples, loss.device, returned.losses, returned.counts)
+        values = replace(returned, loss=loss)
+        through = framework_backward(module, original)
+        self._adapter.backward(values, module, through, denominator / factor, self._batch, module.trainer.current_epoch)
         self._ran = True
-        epoch = module.trainer.current_epoch
-        self._recorder.add(results, self._batch, epoch, ids=returned.ids, columns=returned.columns)
 
     # --- hooks of the trainer --------------------------------------------------------------------------------------
 
@@ -153,7 +140,7 @@ class PerSample(Callback):
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Passes whose gradients are reset before an optimizer step had no effect."""
-        self._recorder.record(self._recorder.take(), max(trainer.global_step - 1, 0), skipped=True)
+        self._adapter.record(self._adapter.take_passes(), max(trainer.global_step - 1, 0), skipped=True)
         self._window = AccumulationWindow()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -168,14 +155,14 @@ class PerSample(Callback):
         if self.exact_accumulation:
             self._window.divide(optimizer, trainer.accumulate_grad_batches)
             self._window = AccumulationWindow()
-        passes = self._recorder.take()
+        passes = self._adapter.take_passes()
         update = trainer.global_step
         scale = loss_scale(trainer)
 
         def record_update() -> None:
             self._record_update = _do_nothing
             skipped = loss_scale(trainer) < scale  # a gradient scaler reduces its scale when it skips an update
-            self._recorder.record(passes, update, skipped=skipped)
+            self._adapter.record(passes, update, skipped=skipped)
 
         self._record_update = record_update
 
@@ -184,13 +171,11 @@ class PerSample(Callback):
         self._batch = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.ledger is not None:
-            self.ledger.on_fit_end()
+        self._adapter.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore_methods()
-        if self.ledger is not None:
-            self.ledger.on_error()
+        self._adapter.stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restore_methods()
@@ -202,6 +187,39 @@ class PerSample(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.ledger is not None and "ledger" in state_dict:
             self.ledger.load_state_dict(state_dict["ledger"])
+
+
+class AccumulationWindow:
+    """Accumulation window of an exact mean over its samples.
+
+    Each loss, a mean over its batch, is multiplied by count / unit, which is 1 for batches of equal size. When the
+    window is complete, the gradients are divided by the number of units instead of the number of batches.
+    """
+
+    def __init__(self) -> None:
+        self.unit = 0.0  # count of the first batch, mean over the ranks; 1 if it is 0
+        self.total = 0.0  # counts so far, on this rank
+
+    def add(self, count: float) -> float:
+        """Add a batch, and return the factor of its loss. The loss of a batch with the count 0 is 0."""
+        group = current_group()
+        if not self.unit:
+            self.unit = group.all_reduce_scalars(count)[0] / group.size or 1.0
+        self.total += count
+        return count / self.unit
+
+    def divide(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
+        """Replace the division by `batches`, and that by the number of ranks, by one by the total count."""
+        if not self.unit:
+            return
+        group = current_group()
+        total = group.all_reduce_scalars(self.total)[0] or 1.0
+        factor = batches * self.unit * group.size / total
+        if factor != 1:
+            for parameters in optimizer.param_groups:
+                for p in parameters["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(factor)
 
 
 def _do_nothing() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_
 
 from samplewise.core.devices import seed_devices
 from samplewise.core.snapshot import RandomState, random_state_restored
-from samplewise.ledger.indexed import Indexed
+from samplewise.ledger.sample_ids import Indexed
 
 
 def derive_seed(*keys: Any) -> int:

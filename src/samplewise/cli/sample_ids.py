@@ -6,79 +6,19 @@ batch["id"] for a dict. The recipe's collate_fn and loss get the same items and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import nn
 
 from samplewise.core.criteria import as_criterion
 from samplewise.core.snapshot import random_state
 from samplewise.errors import BatchError
-from samplewise.ledger.indexed import Indexed, IndexedItem
 from samplewise.ledger.previews import indexed_items
+from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, without_id
 from samplewise.loop.data.adapters import is_map_style, loader_with
-
-
-class NumberedDataset(Indexed):
-    """Dataset of (item, index)."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index], index
-
-
-class NumberedTuple(IndexedItem):
-    """(*batch, ids) for a batch that is a list or tuple. Indices count without the ids: batch[-1] is the recipe's."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self)[:-1][index]
-
-    @property
-    def id(self) -> Any:
-        return tuple(self)[-1]
-
-
-class NumberedBatch(IndexedItem):
-    """(batch, ids) for a batch that is not a list, tuple or dict."""
-
-
-class NumberedDict(dict[Any, Any]):
-    """Batch that is a dict, with the key "id"."""
-
-
-class NumberedCollate:
-    """The collate_fn of a loader, for (item, index).
-
-    as_columns: add the ids to a named tuple (x, y) as a further column, as a criterion needs it
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], as_columns: bool):
-        self._collate = collate
-        self._as_columns = as_columns
-
-    def __call__(self, items: list[tuple[Any, Any]]) -> Any:
-        batch = self._collate([item for item, _ in items])
-        ids = [index for _, index in items]
-        return _with_id(batch, torch.tensor(ids) if isinstance(ids[0], int) else ids, self._as_columns)
-
-
-def _with_id(batch: Any, ids: Any, as_columns: bool) -> Any:
-    if type(batch) is dict:
-        return NumberedDict(batch, id=ids)
-    if type(batch) in (list, tuple) or (as_columns and isinstance(batch, (list, tuple))):
-        return NumberedTuple(*batch, ids)
-    return NumberedBatch(batch, ids)
-
-
-def without_id(batch: Any) -> Any:
-    """The batch as the recipe's loader yields it."""
-    if isinstance(batch, NumberedBatch):
-        return batch[0]
-    if isinstance(batch, NumberedDict):
-        return {key: value for key, value in batch.items() if key != "id"}
-    return list(batch[:]) if isinstance(batch, NumberedTuple) else batch
 
 
 @contextmanager
@@ -102,7 +42,8 @@ def with_ids(loader: Any, loss: Any) -> tuple[Any, Any]:
     if not is_map_style(loader) or loader.batch_sampler is None or indexed_items(loader) or _has_id(loader):
         return loader, loss
     dataset = NumberedDataset(loader.dataset)
-    collate = NumberedCollate(loader.collate_fn, as_columns=as_criterion(loss) is not None)
+    join = partial(numbered, as_columns=as_criterion(loss) is not None)
+    collate = IdCollator(loader.collate_fn, split=tuple, join=join)  # the samples are pairs already
     return loader_with(loader, dataset=dataset, collate_fn=collate), _of_batches_without_id(loss)
 
 

@@ -1,4 +1,4 @@
-"""Backward passes of frameworks: Accelerate, Fabric, gradient scalers, or any function that runs one."""
+"""`through=` of `sw.backward`: backward passes of Accelerate, Fabric, gradient scalers, or any function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FrameworkPass:
         self.factor: Tensor | float = 1.0
         self.skips_overflow = _has_scaler(through)
         self._through = through
-        self._backward = _pass_of(through)
+        self._backward = pass_of(through)
         self._ran = False
         if not callable(self._backward):
             raise TypeError(
@@ -90,7 +90,7 @@ class FrameworkPass:
         return nullcontext() if self._through is None else _allowed_by_fabric()
 
 
-def _pass_of(through: Any) -> Any:
+def pass_of(through: Any) -> Any:
     """Function that runs the backward pass of a loss."""
     if through is None:
         return Tensor.backward

@@ -1,7 +1,8 @@
-"""sw.Indexed: samples with their index."""
+"""sw.Indexed: samples with their index; and ids that are hidden from the collate_fn and the loss."""
 
 import pickle
-from collections import namedtuple
+from collections import UserDict, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import samplewise as sw
+from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, split_entries, without_id
 
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 3
 
@@ -96,3 +98,78 @@ Pair = namedtuple("Pair", "x y")
 def test_samples_that_cannot_get_an_id_are_refused(item, found):
     with pytest.raises(TypeError, match=rf"must be able to add an id to a sample; found {found}\. Remove Indexed"):
         sw.Indexed([item])[0]
+
+
+# --- ids that are hidden from the collate_fn and the loss ------------------------------------------------------------
+
+
+class Opaque:
+    def __init__(self, samples):
+        self.samples = samples
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "collate",
+    [list, tuple, lambda samples: {"x": samples, "n": len(samples)}, Opaque, lambda samples: Pair(samples, 1)],
+    ids=["list", "tuple", "dict", "object", "named"],
+)
+def test_a_collate_fn_gets_samples_without_ids(collate, workers):
+    """The loss gets what the collate_fn has made, and the ids are those of the dataset."""
+    samples = [Pair(float(k), str(k)) for k in range(10)]
+    loader = DataLoader(
+        NumberedDataset(samples),
+        batch_size=4,
+        collate_fn=IdCollator(collate, tuple, numbered),
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+    for batch, start in zip(loader, (0, 4, 8), strict=True):
+        ids = batch["id"] if isinstance(batch, dict) else batch.id
+        assert ids.tolist() == list(range(start, min(start + 4, 10)))
+        plain, wanted = without_id(batch), collate(samples[start : start + 4])
+        if isinstance(wanted, Opaque):
+            plain, wanted = plain.samples, wanted.samples
+        assert plain == (list(wanted) if type(wanted) is tuple else wanted)
+
+
+def test_indices_of_a_numbered_batch_do_not_count_the_ids():
+    batch = numbered((X, Y), {"id": torch.arange(10)})
+    assert batch[-1] is Y and batch[1] is Y and batch.id.tolist() == list(range(10))
+
+
+def test_ids_of_users_stay_in_the_batch():
+    batch = batch_of(TensorDataset(X, Y))
+    assert without_id(batch) is batch
+    entries = {"id": torch.arange(4)}
+    assert without_id(entries) is entries
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind"),
+    [([3, 5], torch.int64), ([0.5, 1], torch.float64), ([torch.tensor(3), 5], torch.int64), (["a", "b"], None)],
+    ids=str,
+)
+def test_columns_of_dicts(ids, kind):
+    """Numbers become a tensor; entries that the collate_fn does not get are in the batch."""
+    samples = [{"x": k, "id": key} for k, key in enumerate(ids)]
+    joined = IdCollator(
+        lambda items: {"x": [item["x"] for item in items], "keys": set(items[0])},
+        lambda sample: split_entries(sample, ["id", "missing"]),
+        lambda batch, columns: {**batch, **columns},
+    )(samples)
+    assert joined["keys"] == {"x"} and joined["x"] == [0, 1]
+    assert getattr(joined["id"], "dtype", None) == kind
+    assert list(joined["id"]) == ids
+    assert samples[0] == {"x": 0, "id": ids[0]}
+
+
+def test_entries_of_a_mapping_are_split_without_changing_it():
+    class Encoding(UserDict):
+        pass
+
+    batch = Encoding({"x": 1, "id": 2})
+    others, columns = split_entries(batch, ["id"])
+    assert type(others) is Encoding and others.data == {"x": 1} and columns == {"id": 2} and batch["id"] == 2
+    assert split_entries(MappingProxyType({"x": 1, "id": 2}), ["id"]) == ({"x": 1}, {"id": 2})
+    assert split_entries(X, ["id"]) == (X, {})

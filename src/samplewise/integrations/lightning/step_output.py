@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,40 +11,7 @@ from torch import Tensor
 from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
 from samplewise.engine.outputs import checked_outputs
 from samplewise.errors import LossesError
-
-
-@dataclass(frozen=True)
-class Returned:
-    """Values returned by training_step, or passed to manual_backward."""
-
-    loss: Tensor  # scalar
-    outputs: list[Tensor]  # tensors (B, ...) that the loss was computed from
-    losses: Tensor | None  # (B,)
-    counts: Tensor | None  # (B,)
-    columns: dict[str, Tensor] | None  # label, prediction and margin, (B,)
-    ids: Any
-
-    @property
-    def samples(self) -> int:
-        return len(self.outputs[0])
-
-    @property
-    def count(self) -> float:
-        """Number of samples, or sum of the counts."""
-        return self.samples if self.counts is None else float(self.counts.sum())
-
-    @property
-    def denominator(self) -> float:
-        """Divisor of the sum of the losses: the count; 1 if it is 0."""
-        return self.count or 1.0
-
-    def for_trainer(self, returned: Any) -> Any:
-        """Value for the trainer: a scalar loss, and the other entries without their graph."""
-        if not isinstance(returned, Mapping):
-            return self.loss
-        others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in returned.items()}
-        return {**others, "loss": self.loss}
-
+from samplewise.integrations.adapter import BatchLoss
 
 KEYS = ("outputs", "losses", "counts", "labels", "id")
 
@@ -60,7 +26,7 @@ def check_arguments(positional: Sequence[Any], keywords: Mapping[str, Any]) -> N
         )
 
 
-def parse(returned: Any, scale: float = 1.0) -> Returned:
+def parse(returned: Any, scale: float = 1.0) -> BatchLoss:
     """Check and name the values. `scale`: loss scale that the losses (B,) contain."""
     given = returned if isinstance(returned, Mapping) else {"loss": returned}
     loss = given.get("loss")
@@ -89,7 +55,15 @@ def parse(returned: Any, scale: float = 1.0) -> Returned:
     if loss.dim() == 1:
         losses = loss.detach() / scale if scale != 1 else loss.detach()
         loss = loss.mean() if counts is None else loss.sum() / _nonzero(counts.sum())
-    return Returned(loss, attached, losses, counts, columns, given.get("id"))
+    return BatchLoss(loss, attached, samples, losses, counts, columns, given.get("id"))
+
+
+def for_trainer(returned: Any, loss: Tensor) -> Any:
+    """Value of training_step for the trainer: a scalar loss, and the other entries without their graph."""
+    if not isinstance(returned, Mapping):
+        return loss
+    others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in returned.items()}
+    return {**others, "loss": loss}
 
 
 def _check_tensors(given: Mapping[str, Any]) -> None:

@@ -1,0 +1,194 @@
+"""Adapter to the training loop of another framework: transforms of its backward passes, and rows of a ledger.
+
+A loop calls `backward` once per batch and `record` once per update, after the optimizer has stepped:
+
+    with adapter.training():
+        for update, batches in enumerate(windows):
+            for batch in batches:
+                adapter.backward(BatchLoss(...), model, through, denominator, batch)
+            optimizer.step()
+            adapter.record(adapter.take_passes(), update)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from samplewise.backward import BackwardResult, backward, without_norms
+from samplewise.backward_through import HasBackward, pass_of
+from samplewise.core.batches import pick
+from samplewise.engine.arguments import Parameters
+from samplewise.errors import PrivacyError
+from samplewise.ledger.ledger import Ledger
+from samplewise.transforms.chain import Chain
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """Loss of a batch in the loop of a framework, and what is known of its samples.
+
+    loss      scalar
+    outputs   tensors (B, ...) that the loss was computed from; read if `Adapter.per_sample` is true
+    samples   B
+    losses    (B,)
+    counts    (B,), such as tokens; None: 1 each
+    columns   further columns of the ledger, name -> (B,): label, prediction and margin
+    ids       of the samples; None: those in the batch
+    """
+
+    loss: Tensor
+    outputs: Sequence[Tensor]
+    samples: int
+    losses: Tensor | None = None
+    counts: Tensor | None = None
+    columns: Mapping[str, Tensor] | None = None
+    ids: Any = None
+
+
+class BatchPass(NamedTuple):
+    """Results of one backward pass, for the ledger."""
+
+    results: BackwardResult
+    entries: dict[Hashable, Any]  # of the batch, those that the ledger reads, by key
+    epoch: int
+
+
+class Adapter:
+    """Transforms and ledger of a training in the loop of another framework.
+
+    ledger: None records nothing
+    """
+
+    def __init__(self, chain: Chain, ledger: Ledger | None):
+        self.chain = chain
+        self.ledger = ledger
+        self._passes: list[BatchPass] = []  # of the open accumulation window
+
+    @property
+    def per_sample(self) -> bool:
+        """True if per-sample gradients are computed: for a transform, or for the norms in the ledger."""
+        return bool(self.chain.transforms) or (self.ledger is not None and self.ledger.norms)
+
+    @property
+    def reads_losses(self) -> bool:
+        """True if the losses of the samples are used, by a transform or the ledger."""
+        return self.ledger is not None or "losses" in self.chain.samples.needs
+
+    @property
+    def id_key(self) -> Hashable:
+        """Key of the ids in the batch; without a ledger, that of sw.Indexed."""
+        return "id" if self.ledger is None else self.ledger.keys["id"]
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """Keys of the batch that the ledger reads, without duplicates."""
+        return [self.id_key] if self.ledger is None else list(dict.fromkeys(self.ledger.keys.values()))
+
+    # --- one batch ---------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        values: BatchLoss,
+        model: Parameters,
+        through: HasBackward | None,
+        denominator: float,
+        batch: Any,
+        epoch: int = 0,
+    ) -> None:
+        """Run the backward pass of a batch, and keep its results until the update is recorded.
+
+        through: runs the pass of the framework; None: that of torch
+        denominator: what the loss divides the sum of the samples' losses by; read if `per_sample` is true
+        """
+        if self.per_sample:
+            results = backward(
+                values.loss,
+                model,
+                values.outputs,
+                self.chain,
+                through,
+                denominator=denominator,
+                losses=values.losses,
+                counts=values.counts,
+                batch=batch,
+            )
+        else:
+            pass_of(through)(values.loss)
+            results = without_norms(values.samples, values.loss.device, values.losses, values.counts)
+        if self.ledger is None:
+            return
+        entries = {key: pick(batch, key) for key in self.keys if values.ids is None or key != self.id_key}
+        if values.ids is not None:
+            entries[self.id_key] = values.ids
+        columns = {name: column for name, column in (values.columns or {}).items() if name not in self.ledger.keys}
+        self._passes.append(BatchPass(BackwardResult(replace(results.stats, columns=columns)), entries, epoch))
+
+    # --- one update --------------------------------------------------------------------------------------------------
+
+    def take_passes(self) -> list[BatchPass]:
+        """Remove and return the passes of the open window."""
+        passes = self._passes
+        self._passes = []
+        return passes
+
+    def record(
+        self, passes: Sequence[BatchPass], update: int, *, skipped: bool = False, epoch: int | None = None
+    ) -> None:
+        """Write the passes of an update to the ledger. Every rank must call it. `epoch`: default that of each pass."""
+        if self.ledger is not None:
+            for results, entries, number in passes:
+                number = number if epoch is None else epoch
+                self.ledger.record(results, entries, update=update, epoch=number, skipped=skipped)
+
+    # --- one training ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Context manager around a training: write the rows at its end, also after an error."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+        self.finish()
+
+    def finish(self) -> None:
+        """Write the last rows and the previews. Every rank must call it."""
+        if self.ledger is not None:
+            self.ledger.on_fit_end()
+
+    def stop(self) -> None:
+        """Write the rows so far, after an error."""
+        if self.ledger is not None:
+            self.ledger.on_error()
+
+
+# --- arguments and classes of the integrations -----------------------------------------------------------------------
+
+
+def refuse_privacy(privacy: Any, trainer: str) -> None:
+    """Raise PrivacyError if privacy= is given: these trainers draw batches and make updates themselves."""
+    if privacy is not None:
+        raise PrivacyError(
+            "privacy= must be used with sw.Step, which draws samples as the accountant assumes and adds the noise; "
+            f"found it in {trainer}, whose loader cannot be replaced. Use sw.Step(model, optimizer, loss_fn, "
+            "privacy=privacy) and sw.Trainer."
+        )
+
+
+def check_comes_first(cls: type, mixin: type, base: type) -> None:
+    """Raise TypeError if the methods of `base` take precedence over those of the mixin, which then have no effect."""
+    order = cls.__mro__
+    if base in order and order.index(base) < order.index(mixin):
+        bases = [each.__name__ for each in cls.__bases__]
+        first = sorted(cls.__bases__, key=lambda each: not issubclass(each, mixin))
+        raise TypeError(
+            f"{mixin.__name__} must come before {base.__name__} in the bases of a class; found "
+            f"{cls.__name__}({', '.join(bases)}). Write class {cls.__name__}"
+            f"({', '.join(each.__name__ for each in first)})."
+        )
