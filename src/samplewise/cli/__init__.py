@@ -10,6 +10,7 @@ costs         time and memory measurements of `samplewise doctor RECIPE`
 compile_gain  time with and without compile=True, for `samplewise doctor RECIPE`
 zoo           samplewise doctor --zoo
 report        samplewise report RUN
+attribute     samplewise attribute RECIPE
 privacy       samplewise privacy
 demo          samplewise demo
 wrong_labels  the training of `samplewise demo`

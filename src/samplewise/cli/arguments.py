@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,14 +47,18 @@ def device_named(name: str) -> torch.device:
 
 @contextmanager
 def bad_parameters(default: str | None = None, options: tuple[str, ...] = ()) -> Iterator[None]:
-    """Report arguments that the accounting refuses as errors of the command line.
+    """Report arguments that a function of the library refuses as errors of the command line.
 
-    The first word of a message names the option. default: the option to name if that one is not among `options`.
+    The first word of a message names the option.
+    options: names of options; default: any
+    default: option to name if the first word is not one; without it, other errors are not changed
     """
     try:
         yield
     except ValueError as why:
-        name = str(why).partition(" ")[0]
-        if default is not None and name not in options:
+        name = re.split(r"\W", str(why), maxsplit=1)[0]
+        if options and name not in options:
+            if default is None:
+                raise
             name = default
         raise typer.BadParameter(str(why), param_hint=f"--{name.replace('_', '-')}") from why

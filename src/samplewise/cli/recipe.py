@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -273,7 +274,7 @@ def recipe_errors(path: Path) -> Iterator[None]:
     """Raise any Exception of the block, and sys.exit, as a RecipeError that shows the user's lines."""
     try:
         yield
-    except RecipeError:
+    except (RecipeError, typer.BadParameter):
         raise
     except SystemExit as error:
         # The exit code 0 would mean that the command has done its work.
