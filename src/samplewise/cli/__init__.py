@@ -6,8 +6,6 @@ training      the training of `samplewise train`, after the arguments are checke
 doctor        samplewise doctor [RECIPE]
 recipe_check  the checks of `samplewise doctor RECIPE`
 environment   versions and machine, printed by `samplewise doctor`
-costs         time and memory measurements of `samplewise doctor RECIPE`
-compile_gain  time with and without compile=True, for `samplewise doctor RECIPE`
 zoo           samplewise doctor --zoo
 report        samplewise report RUN
 attribute     samplewise attribute RECIPE
