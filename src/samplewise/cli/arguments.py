@@ -1,19 +1,45 @@
-"""Command line arguments shared by several commands."""
+"""Command line arguments shared by several commands, and the completion of their paths by shells."""
 
 from __future__ import annotations
 
+import glob
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from samplewise.cli.completion import complete_recipe
+from samplewise.core.format_version import RUN_FILE
 
 if TYPE_CHECKING:
     import torch
+
+DEPTH = 3  # directories below the one that was typed
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the Python files that begin with what was typed, there and one directory below."""
+    return _shown(path for depth in range(2) for path in _matches(incomplete, depth, "*.py"))
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the run directories that begin with what was typed, at most three levels below."""
+    return _shown(path.parent for depth in range(1, DEPTH + 1) for path in _matches(incomplete, depth, RUN_FILE))
+
+
+def _matches(incomplete: str, depth: int, name: str) -> Iterator[Path]:
+    """Paths `incomplete*/.../name` with `depth` directories between, or `incomplete*` that match `name` for depth 0."""
+    start = glob.escape(incomplete)
+    pattern = f"{start}{name}" if depth == 0 else os.path.join(f"{start}*", *["*"] * (depth - 1), name)
+    return map(Path, glob.iglob(pattern))  # without hidden files
+
+
+def _shown(paths: Iterable[Path]) -> list[str]:
+    return sorted(str(path) for path in paths)
+
 
 recipe_argument = typer.Argument(
     metavar="RECIPE",

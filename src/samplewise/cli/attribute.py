@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, bad_parameters, device_named
-from samplewise.cli.recipe_file import read_source, shortened
+from samplewise.cli.recipe_source import read_source, shortened
 from samplewise.core.atomic_io import absolute
 from samplewise.core.text import did_you_mean
 

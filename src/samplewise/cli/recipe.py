@@ -29,8 +29,7 @@ import typer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from samplewise.cli.definitions import read_definitions
-from samplewise.cli.recipe_file import RecipeError, read_source
+from samplewise.cli.recipe_source import RecipeError, read_definitions, read_source
 from samplewise.core.batches import check_loader
 from samplewise.core.signatures import accepts
 from samplewise.errors import BatchError, LossesError, SamplewiseError

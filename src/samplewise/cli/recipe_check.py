@@ -17,7 +17,7 @@ from torch import nn
 
 from samplewise.check import check
 from samplewise.cli.recipe import Recipe
-from samplewise.cli.recipe_file import RecipeError
+from samplewise.cli.recipe_source import RecipeError
 from samplewise.core.batches import cut, keep_whole, length, to_device
 from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.constants import constants_of
