@@ -28,7 +28,7 @@ def command(*arguments):
 
 @pytest.mark.slow
 def test_doctor(tmp_path, monkeypatch):
-    monkeypatch.setattr("samplewise.cli.costs.MAX_ROUNDS", 1)
+    monkeypatch.setattr("samplewise.diagnostics.profile.MAX_ROUNDS", 1)
     (tmp_path / "recipe.py").write_text(RECIPE)
     result = command("doctor", tmp_path / "recipe.py", "--device", "sim")
     assert result.exit_code == 0, result.output

@@ -83,7 +83,7 @@ def test_models_can_be_added_to_a_path(tmp_path):
 
 
 def test_an_interrupted_call_can_be_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr("samplewise.attribution.features.ELEMENTS_PER_WRITE", 1)
+    monkeypatch.setattr("samplewise.attribution.projected_features.ELEMENTS_PER_WRITE", 1)
     models = [make(n=40, seed=seed)[0] for seed in range(2)]
     _, x, y = make(n=40)
     train, queries = batches(x, y, 9), batches(x[:3], y[:3], 2)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.cli import attribution_results, attribution_subject
-from samplewise.cli.attribution_methods import COMPUTATIONS
+from samplewise.attribution import attribution_results, subject
+from samplewise.attribution.methods import METHODS
 from samplewise.errors import CheckpointWarning
 from samplewise.loop.data.rng import seed_everything
 
@@ -201,7 +201,7 @@ def test_scores_are_those_of_trak(run, output):
     assert ("raises the margin" if output == "margin" else "lowers the loss") in page_text(run / "attribution")
 
 
-@pytest.mark.parametrize("method", COMPUTATIONS)
+@pytest.mark.parametrize("method", METHODS)
 def test_progress_ends_at_its_total(run, monkeypatch, method):
     shown = []
 
@@ -214,7 +214,7 @@ def test_progress_ends_at_its_total(run, monkeypatch, method):
 
         yield advance
 
-    monkeypatch.setattr(attribution_subject, "progress", progress)
+    monkeypatch.setattr(subject, "progress", progress)
     attribute("--queries", "0-24", "--method", method)  # two batches of queries
     assert [name for name, *_ in shown] == ["losses, batches", "scores, batches of training samples", "losses, batches"]
     assert all(done == total > 1 for _, total, done in shown)
@@ -496,11 +496,11 @@ def test_a_private_run_is_mentioned(run):
             ["--method", "influenze"],
             "must be one of influence, trak, ekfac; found 'influenze'. Did you mean 'influence'?",
         ),
-        (["--damping", "1"], "must be used with --method trak or ekfac; found influence."),
-        (["--dim", "8", "--method", "ekfac"], "must be used with --method trak; found ekfac."),
+        (["--damping", "1"], "must be used with method trak or ekfac; found influence."),
+        (["--dim", "8", "--method", "ekfac"], "must be used with method trak; found ekfac."),
         (["--damping", "-1", "--method", "trak"], "must be a positive number; found -1.0."),
-        (["--method", "ekfac", "--checkpoints", "2"], "ekfac uses one checkpoint; found 2. Use --method influence or"),
-        (["--method", "ekfac", "--run", "a", "--run", "b"], "ekfac uses one checkpoint; found 2. Use --method"),
+        (["--method", "ekfac", "--checkpoints", "2"], "checkpoints must be one with method ekfac; found 2."),
+        (["--method", "ekfac", "--run", "a", "--run", "b"], "run must be one with method ekfac; found 2."),
         (["--run", "nowhere"], "attribution needs a trained model: a run directory with a readable checkpoint; found"),
         (["--top", "0"], "Input should be greater than or equal to 1."),
         (["--to", "recipe.py"], "must be a directory that can be written to; found"),
@@ -525,7 +525,7 @@ def test_a_recipe_that_was_not_trained(recipe):
     ("change", "message"),
     [
         (("return loader, DataLoader", "return loader; DataLoader"), "queries are samples of the validation loader"),
-        (("nn.Linear(6, 8)", "nn.Linear(6, 9)"), "found '0.weight' of shape (9, 6) in the recipe and (8, 6) in"),
+        (("nn.Linear(6, 8)", "nn.Linear(6, 9)"), "found '0.weight' of shape (9, 6) in the model and (8, 6) in"),
         (("torch.randn(60,", "torch.randn(61,"), "must be the one of the run, with 60 samples; found 61 samples"),
         (
             ("loader = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=20, shuffle=True)", "loader = [x]"),
@@ -555,7 +555,7 @@ def test_wrong_needs_a_misclassified_sample(recipe):
     command("train", recipe(text), "--device", "cpu")
     result = attribute("--queries", "wrong")
     assert result.exit_code == 2
-    assert "found none among 60 samples. Use --queries worst." in one_line(result)
+    assert "found none among 60 samples. Use 'worst'." in one_line(result)
 
 
 def test_wrong_needs_a_classification(recipe):
@@ -563,7 +563,7 @@ def test_wrong_needs_a_classification(recipe):
     command("train", recipe(text), "--device", "cpu")
     result = attribute("--queries", "wrong")
     assert result.exit_code == 2
-    assert "wrong needs a classification" in one_line(result)
+    assert "'wrong' needs a classification" in one_line(result)
     assert attribute("--queries", "worst").exit_code == 0
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from samplewise.cli.completion import complete_recipe, complete_run
+from samplewise.cli.arguments import complete_recipe, complete_run
 from samplewise.cli.main import app
 
 

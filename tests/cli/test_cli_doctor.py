@@ -7,8 +7,8 @@ from daily import daily
 from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
-from samplewise.cli import costs
 from samplewise.core import slow_notice
+from samplewise.diagnostics import profile
 from samplewise.step.compiled import CannotCompile, program_cache
 
 GRAPHS = """
@@ -33,7 +33,7 @@ def _busy(*_):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """Without compiling, which takes seconds: `test_as_a_process` does it."""
-    monkeypatch.setattr(costs, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(profile, "MAX_ROUNDS", 3)
     monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
     monkeypatch.setattr(program_cache, "trace_backward", _busy)
 

@@ -9,9 +9,17 @@ store           random projections of gradients on disk, of several models, for 
 select          training data for a target set
 trak            scores from an ensemble of models, on top of the store
 evaluate        quality of scores, measured by retraining
+
+attribution_results    `attribute`: scores and a page from the checkpoints of a run; files of the results
+subject         model, loss and data of `attribute`; its queries
+methods         methods of `attribute`
+trained_models  checkpoints of runs
+ordered_samples samples of a loader by their index in the dataset
 """
 
 from samplewise.attribution import evaluate as evaluate
+from samplewise.attribution.attribution_results import AttributionResults as AttributionResults
+from samplewise.attribution.attribution_results import attribute as attribute
 from samplewise.attribution.curvature import Curvature as Curvature
 from samplewise.attribution.ekfac import EKFAC as EKFAC
 from samplewise.attribution.ekfac import ekfac as ekfac
@@ -25,9 +33,11 @@ from samplewise.attribution.trak import trak as trak
 
 __all__ = [
     "EKFAC",
+    "AttributionResults",
     "Curvature",
     "Hessian",
     "ProjectedStore",
+    "attribute",
     "ekfac",
     "evaluate",
     "hessian",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import Curvature, checked_damping
-from samplewise.attribution.metrics import Metric, Parts, metric_of
+from samplewise.attribution.inner_products import InnerProduct, Parts, inner_product_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.snapshot import eval_mode
@@ -89,7 +89,7 @@ def influence(
     """
     _check_options(curvature, damping, cosine, by)
     check_train_and_queries(train, queries)
-    scores = _Scores(model, loss_fn, metric_of(curvature, damping), cosine, by, microbatch)
+    scores = _Scores(model, loss_fn, inner_product_of(curvature, damping), cosine, by, microbatch)
     total: Parts = {}
     with eval_mode(model), parameters_kept(model):
         for lr in at_each(model, checkpoints):
@@ -117,7 +117,7 @@ def _check_options(curvature: Curvature | None, damping: float | None, cosine: b
 
 
 class _Query(NamedTuple):
-    """Gradients of a batch of queries, as the metric has prepared them."""
+    """Gradients of a batch of queries, as the inner product has prepared them."""
 
     gradients: Any
     norms: Parts  # empty without cosine
@@ -128,7 +128,7 @@ class _Scores(NamedTuple):
 
     model: nn.Module
     loss_fn: LossFn
-    metric: Metric
+    inner_product: InnerProduct
     cosine: bool
     by: Literal["layer"] | None
     microbatch: Microbatch
@@ -141,7 +141,7 @@ class _Scores(NamedTuple):
         return _joined(rows, "queries", dim=0)
 
     def _query(self, g: Gradients) -> _Query:
-        return _Query(self.metric.query(g), self._norms(g) if self.cosine else {})
+        return _Query(self.inner_product.query(g), self._norms(g) if self.cosine else {})
 
     def _with_query(self, scanner: Scanner, train: Iterable[Any], query: _Query) -> Parts:
         def of_batch(batch: Any) -> Parts:
@@ -150,14 +150,14 @@ class _Scores(NamedTuple):
         return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train", dim=1)
 
     def _of_piece(self, g: Gradients, query: _Query) -> Parts:
-        products = self._grouped(self.metric.products(g, query.gradients))
+        products = self._grouped(self.inner_product.products(g, query.gradients))
         if self.cosine:
             norms = self._norms(g)
             products = {name: _cosines(part, norms[name], query.norms[name]) for name, part in products.items()}
         return {name: part.T.cpu() for name, part in products.items()}
 
     def _norms(self, g: Gradients) -> Parts:
-        squares = self._grouped({name: norms.square() for name, norms in self.metric.norms(g).items()})
+        squares = self._grouped({name: norms.square() for name, norms in self.inner_product.norms(g).items()})
         return {name: total.sqrt() for name, total in squares.items()}
 
     def _grouped(self, parts: Parts) -> Parts:

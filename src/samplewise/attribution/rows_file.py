@@ -3,15 +3,20 @@
     rows.f16      (count, dim) float16, or rows.f32 float32: each row divided by its largest absolute entry
     scales.f32    (count,) float32: the divisor of each row; avoids overflow and underflow of float16
     weights.f32   (count,) float32: weights of the samples, if the rows are gradients of an output function
-    gram.f64      X^T X of the first rows, see `kernel`
+    gram.f64      X^T X of the first rows, see `scoring`
     model.json    count, checksum of the model, settings
 
 Rows are written first; then model.json, which holds their count, is replaced atomically. Rows beyond the count, left by
 a crash, are not part of the file, and the next append overwrites them.
+
+`npy_matrix` writes matrices computed from them in NumPy's format, without NumPy.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -19,12 +24,13 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from samplewise.core.files import read_json, sync_file, tensor_bytes, write_json
+from samplewise.core.files import absolute, atomic_write, read_json, sync_file, tensor_bytes, write_json
 from samplewise.core.text import plural
 from samplewise.errors import StoreError
 
 PARTIAL_INDEX = ".model.json.partial"  # left by a process that was killed while it created the directory
 Dtype = Literal["float16", "float32"]
+NPY_HEADER = 128  # bytes; a multiple of 64, as the format asks
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -160,3 +166,33 @@ def _open_for_writing(path: Path) -> BinaryIO:
     """Open a file for writing without truncating it; it is created if needed."""
     path.touch()
     return open(path, "r+b")
+
+
+# --- matrices as .npy files -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def npy_matrix(path: str | os.PathLike[str], rows: int, columns: int) -> Iterator[Tensor]:
+    """Yield a float32 matrix (rows, columns) of zeros to fill; after the block, it is the file at `path`.
+
+    The matrix is in a temporary file, which is renamed after the block, or removed on an error.
+    """
+    with atomic_write(absolute(path)) as file:
+        file.write(_header(rows, columns))
+        file.truncate(NPY_HEADER + 4 * rows * columns)
+        file.flush()
+        yield mapped(Path(file.name), rows, columns, shared=True)
+
+
+def mapped(path: Path, rows: int, columns: int, *, shared: bool = False) -> Tensor:
+    """Matrix (rows, columns) of a file that `npy_matrix` wrote, as a memory map. shared: changes go to the file."""
+    size = NPY_HEADER // 4 + rows * columns
+    content = torch.from_file(str(path), shared=shared, size=size, dtype=torch.float32)
+    return content[NPY_HEADER // 4 :].view(rows, columns)
+
+
+def _header(rows: int, columns: int) -> bytes:
+    magic = b"\x93NUMPY\x01\x00"
+    description = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {columns}), }}"
+    length = NPY_HEADER - len(magic) - 2
+    return magic + length.to_bytes(2, "little") + description.ljust(length - 1).encode() + b"\n"

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from samplewise.attribution.kernel import largest
+from samplewise.attribution.scoring import largest
 from samplewise.attribution.store import ProjectedStore, Queries
 
 

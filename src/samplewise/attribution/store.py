@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import checked_damping
-from samplewise.attribution.features import (
+from samplewise.attribution.outputs import OutputFn
+from samplewise.attribution.projected_features import (
     Features,
     Writer,
     adam_scale,
@@ -32,10 +33,16 @@ from samplewise.attribution.features import (
     layer_widths,
     skip_samples,
 )
-from samplewise.attribution.kernel import CHUNK, Kernels, largest
-from samplewise.attribution.npy import mapped, npy_matrix
-from samplewise.attribution.outputs import OutputFn
-from samplewise.attribution.rows_file import DTYPES, PARTIAL_INDEX, ModelIndex, RowsFile, read_index
+from samplewise.attribution.rows_file import (
+    DTYPES,
+    PARTIAL_INDEX,
+    ModelIndex,
+    RowsFile,
+    mapped,
+    npy_matrix,
+    read_index,
+)
+from samplewise.attribution.scoring import CHUNK, Kernels, largest
 from samplewise.core.constants import with_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import absolute, write_json

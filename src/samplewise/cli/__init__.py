@@ -6,18 +6,15 @@ training      the training of `samplewise train`, after the arguments are checke
 doctor        samplewise doctor [RECIPE]
 recipe_check  the checks of `samplewise doctor RECIPE`
 environment   versions and machine, printed by `samplewise doctor`
-costs         time and memory measurements of `samplewise doctor RECIPE`
-compile_gain  time with and without compile=True, for `samplewise doctor RECIPE`
 zoo           samplewise doctor --zoo
 report        samplewise report RUN
+attribute     samplewise attribute RECIPE
 privacy       samplewise privacy
 demo          samplewise demo
 wrong_labels  the training of `samplewise demo`
-completion    recipes and run directories for the completion of shells
-arguments     arguments shared by several commands
-definitions   names that a recipe defines, and near misses of the names it may have
+arguments     arguments shared by several commands, and the completion of their paths by shells
 ids           ids in the batches of a recipe, for samplewise train --ledger
-recipe_file   content of the user's file, and the errors of recipes
+recipe_source content of the user's file, the names that it defines, and the errors of recipes
 recipe        loading of the user's file; errors in it are shown with the user's lines only
-output        write errors on standard output and standard error
+stdio         write errors on standard output and standard error
 """

@@ -1,18 +1,45 @@
-"""Command line arguments shared by several commands."""
+"""Command line arguments shared by several commands, and the completion of their paths by shells."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from samplewise.cli.completion import complete_recipe
+from samplewise.core.files import RUN_FILE
 
 if TYPE_CHECKING:
     import torch
+
+DEPTH = 3  # directories below the one that was typed
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the Python files that begin with what was typed, there and one directory below."""
+    return _shown(path for depth in range(2) for path in _matches(incomplete, depth, "*.py"))
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the run directories that begin with what was typed, at most three levels below."""
+    return _shown(path.parent for depth in range(1, DEPTH + 1) for path in _matches(incomplete, depth, RUN_FILE))
+
+
+def _matches(incomplete: str, depth: int, name: str) -> Iterator[Path]:
+    """Paths `incomplete*/.../name` with `depth` directories between, or `incomplete*` that match `name` for depth 0."""
+    start = glob.escape(incomplete)
+    pattern = f"{start}{name}" if depth == 0 else os.path.join(f"{start}*", *["*"] * (depth - 1), name)
+    return map(Path, glob.iglob(pattern))  # without hidden files
+
+
+def _shown(paths: Iterable[Path]) -> list[str]:
+    return sorted(str(path) for path in paths)
+
 
 recipe_argument = typer.Argument(
     metavar="RECIPE",
@@ -46,14 +73,18 @@ def device_named(name: str) -> torch.device:
 
 @contextmanager
 def bad_parameters(default: str | None = None, options: tuple[str, ...] = ()) -> Iterator[None]:
-    """Report arguments that the accounting refuses as errors of the command line.
+    """Report arguments that a function of the library refuses as errors of the command line.
 
-    The first word of a message names the option. default: the option to name if that one is not among `options`.
+    The first word of a message names the option.
+    options: names of options; default: any
+    default: option to name if the first word is not one; without it, other errors are not changed
     """
     try:
         yield
     except ValueError as why:
-        name = str(why).partition(" ")[0]
-        if default is not None and name not in options:
+        name = re.split(r"\W", str(why), maxsplit=1)[0]
+        if options and name not in options:
+            if default is None:
+                raise
             name = default
         raise typer.BadParameter(str(why), param_hint=f"--{name.replace('_', '-')}") from why

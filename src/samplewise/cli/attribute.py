@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from samplewise.cli.arguments import Device, RecipeFile, device_named
-from samplewise.cli.attribution_options import METHODS, Method, check_queries, method_named
-from samplewise.cli.recipe_file import read_source
+from samplewise.cli.arguments import Device, RecipeFile, bad_parameters, device_named
+from samplewise.cli.recipe_source import read_source, shortened
 from samplewise.core.files import absolute
+from samplewise.core.text import did_you_mean
+
+METHODS = ("influence", "trak", "ekfac")  # names of the methods of sw.attribution.attribute, which imports torch
+QUERIES = re.compile(r"worst|wrong|\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*")
 
 
 def attribute(
@@ -85,47 +89,71 @@ def attribute(
     their index in the dataset.
     """
     source = read_source(recipe)
+    _check(queries, method, damping)
     here = absolute(".")  # the recipe may change the working directory
-    check_queries(queries)
-    chosen = method_named(method, dim=dim, damping=_checked_damping(damping))
-    runs = [absolute(path) for path in run or [Path("runs") / recipe.stem]]
-    number = _checked_number(checkpoints, runs, chosen)
-    from samplewise.cli.attribution_results import Results, find_quality, require_packages, shown_path, writable
-    from samplewise.cli.attribution_subject import Subject
-    from samplewise.cli.queries import choose_queries
+    from samplewise.attribution.attribution_results import plan_attribution, shown_path
     from samplewise.cli.recipe import Recipe
-    from samplewise.cli.trained_models import read_runs, seed_of
+    from samplewise.errors import CheckpointError
     from samplewise.loop.data.rng import seed_everything
 
-    require_packages()
     target = device_named(device)
-    models = read_runs(runs, number)
-    directory = writable(models[-1].run / "attribution" if to is None else absolute(to))
-    quality = find_quality(trust, models[-1].run)
-    seed = seed_of(models[-1])
-    seed_everything(seed)  # before the recipe is loaded, as in training: data() may draw random numbers
-    subject = Subject(Recipe(recipe, source), models, seed, target)
-    indices, outcomes = choose_queries(queries, limit, subject.validation, subject.outcomes)
-    scores = subject.scores(chosen, indices)
-    Results(subject, chosen, indices, outcomes, scores, top, quality, here).write(directory)
+    with bad_parameters(options=("run", "checkpoints", "dim", "damping", "trust")):
+        try:
+            plan = plan_attribution(
+                run or [Path("runs") / recipe.stem],
+                queries=queries,
+                limit=limit,
+                method=method,
+                checkpoints=checkpoints,
+                dim=dim,
+                damping=damping,
+                top=top,
+                trust=trust,
+                recipe=str(recipe),
+            )
+        except CheckpointError as why:
+            raise typer.BadParameter(str(why), param_hint="--run") from why
+    directory = _writable(plan.run / "attribution" if to is None else absolute(to))
+    seed_everything(plan.seed)  # before the recipe is loaded, as in training: data() may draw random numbers
+    functions = Recipe(recipe, source)
+    model = functions.model()
+    train, validation = functions.data()
+    with functions.errors(), bad_parameters(options=("queries",)):
+        results = plan.results(model.to(target), functions.loss(model), train, validation)
+    for note in results.notes:
+        typer.echo(note, err=True)
+    try:
+        results.save(directory)
+    except OSError as why:
+        typer.echo(f"the results cannot be written: {why}", err=True)
+        raise typer.Exit(1) from why
     typer.echo(f"scores  {shown_path(directory / 'scores.parquet', here)}")
     typer.echo(f"page    {shown_path(directory / 'attribution.html', here)}")
 
 
-def _checked_damping(damping: float | None) -> float | None:
-    if damping is not None and not (damping > 0 and math.isfinite(damping)):
-        raise typer.BadParameter(f"must be a positive number; found {damping}.", param_hint="--damping")
-    return damping
-
-
-def _checked_number(checkpoints: int | None, runs: list[Path], method: Method) -> int | None:
-    """Number of checkpoints per run; None: all. Raises typer.BadParameter if the method cannot use as many."""
-    if method.models is None:
-        return checkpoints
-    wanted = len(runs) * (checkpoints or 1)
-    if wanted > method.models:
+def _check(queries: str, method: str, damping: float | None) -> None:
+    """Raise typer.BadParameter for a mistake that can be seen without torch."""
+    if not QUERIES.fullmatch(queries):
         raise typer.BadParameter(
-            f"{method.name} uses one checkpoint; found {wanted}. Use --method influence or trak for several.",
-            param_hint="--run" if len(runs) > 1 else "--checkpoints",
+            f"must be indices of validation samples such as 0,5,10-20, or wrong, or worst; found {queries!r}.",
+            param_hint="--queries",
         )
-    return 1
+    if method not in METHODS:
+        raise typer.BadParameter(
+            f"must be one of {', '.join(METHODS)}; found {method!r}. {did_you_mean(method, METHODS)}".rstrip(),
+            param_hint="--method",
+        )
+    if damping is not None and not 0 < damping < math.inf:
+        raise typer.BadParameter(f"must be a positive number; found {damping}.", param_hint="--damping")
+
+
+def _writable(directory: Path) -> Path:
+    """Create the directory of the results; raises typer.BadParameter if that fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise typer.BadParameter(
+            f"must be a directory that can be written to; found {shortened(directory)}: {why.strerror}.",
+            param_hint="--to",
+        ) from why
+    return directory

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from samplewise.cli.arguments import Device, OptionalRecipeFile, device_named
-from samplewise.cli.recipe_file import read_source
+from samplewise.cli.recipe_source import read_source
 
 DTYPES = ("fp64", "fp32", "bf16")  # names of the precisions of the zoo
 

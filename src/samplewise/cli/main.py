@@ -24,10 +24,10 @@ except ImportError:
 from samplewise.cli.attribute import attribute
 from samplewise.cli.demo import demo
 from samplewise.cli.doctor import doctor
-from samplewise.cli.output import OutputError, guarded_output
 from samplewise.cli.privacy import privacy
-from samplewise.cli.recipe_file import RecipeError
+from samplewise.cli.recipe_source import RecipeError
 from samplewise.cli.report import report
+from samplewise.cli.stdio import OutputError, guarded_output
 from samplewise.cli.train import train
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.version import installed_version

@@ -25,11 +25,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from samplewise.cli.definitions import read_definitions
-from samplewise.cli.recipe_file import RecipeError, read_source
+from samplewise.cli.recipe_source import RecipeError, read_definitions, read_source
 from samplewise.core.batches import check_loader
 from samplewise.core.signatures import accepts
 from samplewise.errors import BatchError, LossesError, SamplewiseError
@@ -273,7 +273,7 @@ def recipe_errors(path: Path) -> Iterator[None]:
     """Raise any Exception of the block, and sys.exit, as a RecipeError that shows the user's lines."""
     try:
         yield
-    except RecipeError:
+    except (RecipeError, typer.BadParameter):
         raise
     except SystemExit as error:
         # The exit code 0 would mean that the command has done its work.

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ import typer
 from torch import nn
 
 from samplewise.check import check
-from samplewise.cli.compile_gain import CompileGain, compile_advice, measure_compile_gain
-from samplewise.cli.costs import CLIPPED, PLAIN, Costs, cost_advice, measure_costs, memory_description, table
 from samplewise.cli.recipe import Recipe
-from samplewise.cli.recipe_file import RecipeError
+from samplewise.cli.recipe_source import RecipeError
 from samplewise.core.batches import cut, keep_whole, length, to_device
 from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.constants import constants_of
@@ -29,6 +26,7 @@ from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.snapshot import random_state_restored
 from samplewise.core.text import listed, plural
+from samplewise.diagnostics import profile
 from samplewise.engine.gradients import gradients, plan_table, time_profile
 from samplewise.engine.slow_paths import slow_paths_collected
 from samplewise.errors import SamplewiseError
@@ -62,6 +60,10 @@ class RecipeCheck:
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         return model, self.recipe.optimizer(model), loss
 
+    def make_step(self, **options: Any) -> Step:
+        """Step of a fresh copy, for measurements."""
+        return Step(*self.fresh_copy(), recheck=False, **options)
+
     def report_issue(self, kind: str, message: str) -> None:
         """Record and print an issue; a repeated one is shortened."""
         self.reported += 1
@@ -81,9 +83,8 @@ def check_recipe(path: Path, source: bytes, device: torch.device) -> bool:
         recipe_check.batch = to_device(recipe_check.batch, device)
         _show_plan(recipe_check)
         _first_update(recipe_check, device)
-        costs = _measure_costs(recipe_check, device)
-        gains = _measure_compiled(recipe_check)
-    _print_advice(recipe_check, correct, costs, gains)
+        advice = [*_profile(recipe_check, device), *_profile_compiled(recipe_check)]
+    _print_advice(recipe_check, correct, advice)
     return correct and not recipe_check.issues
 
 
@@ -116,8 +117,8 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
 def _updates(recipe: Recipe) -> dict[str, Any]:
     """Updates to examine: plain, and with the transforms of the recipe or, if it has none, with clipping."""
     if recipe.defines("transforms"):
-        return {PLAIN: (), "with transforms()": recipe.transforms()}
-    return {PLAIN: (), CLIPPED: (clip(1.0),)}
+        return {profile.PLAIN: (), "with transforms()": recipe.transforms()}
+    return {profile.PLAIN: (), profile.CLIPPED: (clip(1.0),)}
 
 
 # --- sections of the output -------------------------------------------------------------------------------------------
@@ -176,30 +177,15 @@ def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:
         trainer.evaluate(list(islice(recipe_check.validation, 1)))
 
 
-def _measure_costs(recipe_check: RecipeCheck, device: torch.device) -> Costs:
-    """Measure updates with each transform and microbatch size; combinations that are refused are left out."""
+def _profile(recipe_check: RecipeCheck, device: torch.device) -> list[str]:
+    """Measure updates with each transform and microbatch size; returns advice."""
     typer.echo("\nTime and memory per update")
-    samples = recipe_check.samples or 0
-    microbatches = [size for size in dict.fromkeys((samples // 2, samples // 4)) if size]
-    keys = [(name, size) for name in recipe_check.updates for size in (None, *microbatches)]
+    samples = recipe_check.samples
     with _slow_notice("measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # already reported
-        steps = {key: step for key in keys if (step := _warmed_up_step(recipe_check, *key))}
-        updates = {key: partial(step, recipe_check.batch) for key, step in steps.items()}
-        costs = measure_costs(updates, {key: step.model for key, step in steps.items()}, device)
-    typer.echo(table(costs, keys, f"{_sample_count(recipe_check)}; MB: {memory_description(device)}"))
-    return costs
-
-
-def _warmed_up_step(recipe_check: RecipeCheck, name: str, microbatch: int | None) -> Step | None:
-    """A step that has made one update, or None if the update is refused."""
-    model, optimizer, loss = recipe_check.fresh_copy()
-    try:
-        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=recipe_check.updates[name], recheck=False)
-        step(recipe_check.batch)
-    except SamplewiseError:
-        return None
-    return step
+        costs = profile.update_costs(recipe_check.make_step, recipe_check.batch, samples, recipe_check.updates, device)
+    typer.echo(profile.table(costs, f"{_sample_count(recipe_check)}; MB: {profile.memory_description(device)}"))
+    return profile.cost_advice(costs, samples, recipe_check.batch_size, free_memory(recipe_check.model))
 
 
 def _sample_count(recipe_check: RecipeCheck) -> str:
@@ -210,33 +196,23 @@ def _sample_count(recipe_check: RecipeCheck) -> str:
     return f"{plural(recipe_check.samples, 'sample')} of a batch of {recipe_check.batch_size}"
 
 
-def _measure_compiled(recipe_check: RecipeCheck) -> list[CompileGain]:
-    """Measure updates of one sample and of the batch, eager and compiled, on copies of the model."""
+def _profile_compiled(recipe_check: RecipeCheck) -> list[str]:
+    """Measure updates of one sample and of the batch, eager and compiled; returns advice."""
     typer.echo("\nTime per update with compile=True")
-
-    def make_step(samples: int | None, compile: bool) -> Step:
-        model, optimizer, loss = recipe_check.fresh_copy()
-        return Step(model, optimizer, loss, samples=samples, recheck=False, compile=compile)
-
     with _slow_notice("compiling and measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason is printed below
-        gains = measure_compile_gain(make_step, recipe_check.batch, recipe_check.samples)
+        gains = profile.measure_compile_gain(recipe_check.make_step, recipe_check.batch, recipe_check.samples)
     for gain in gains:
         typer.echo(gain)
-    return gains
+    return profile.compile_advice(gains)
 
 
 # --- advice -----------------------------------------------------------------------------------------------------------
 
 
-def _print_advice(recipe_check: RecipeCheck, correct: bool, costs: Costs, gains: list[CompileGain]) -> None:
+def _print_advice(recipe_check: RecipeCheck, correct: bool, advice: list[str]) -> None:
     typer.echo("\nAdvice")
-    free_bytes = free_memory(recipe_check.model)
-    lines = [
-        *_gradient_advice(recipe_check, correct),
-        *cost_advice(costs, recipe_check.samples, recipe_check.batch_size, free_bytes),
-        *compile_advice(gains),
-    ]
+    lines = [*_gradient_advice(recipe_check, correct), *advice]
     if recipe_check.issues:
         lines.append(f"Fix the errors and warnings listed above ({len(recipe_check.issues)}) before you train.")
     elif correct:

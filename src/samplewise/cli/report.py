@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from samplewise.cli.completion import complete_run
+from samplewise.cli.arguments import complete_run
 
 
 def report(

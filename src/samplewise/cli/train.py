@@ -11,10 +11,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from samplewise.cli.arguments import Device, RecipeFile
-from samplewise.cli.completion import complete_run
+from samplewise.cli.arguments import Device, RecipeFile, complete_run
 from samplewise.cli.private_training import PrivateOptions
-from samplewise.cli.recipe_file import read_source, shortened
+from samplewise.cli.recipe_source import read_source, shortened
 
 EPOCHS = 1
 

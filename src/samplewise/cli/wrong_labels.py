@@ -8,7 +8,7 @@ size, and the cost of per-sample norms.
 from __future__ import annotations
 
 import copy
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
+from samplewise.diagnostics.profile import interleaved_seconds
 from samplewise.loop.metrics import accuracy
 
 WRONG_SHARE = 0.1  # of labels that are made wrong
@@ -113,13 +114,7 @@ def show_cost(model: nn.Module, x: Tensor, y: Tensor) -> None:
         sw.Step(copy.deepcopy(model).train(), sw.sgd(1e-3), loss_fn, recheck=False),
         sw.Step(copy.deepcopy(model).train(), sw.sgd(1e-3), loss_fn, recheck=False, record="norms"),
     ]
-    seconds: list[list[float]] = [[], []]
-    for _ in range(30):
-        for step, times in zip(steps, seconds, strict=True):
-            start = time.perf_counter()
-            step(batch)
-            times.append(time.perf_counter() - start)
-    plain, with_norms = map(min, seconds)  # the minimum: other load on the machine can only add time
+    plain, with_norms = interleaved_seconds({step: partial(step, batch) for step in steps}).values()
     print(
         f"\nAn update of 512 samples takes {plain * 1e3:.1f} ms; with per-sample norms {with_norms / plain:.2f} times "
         "as long (`make bench` measures larger models)."

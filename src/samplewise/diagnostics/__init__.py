@@ -5,6 +5,7 @@ fisher      diagonal of the Fisher matrix over a dataset
 similarity  cosines between per-sample gradients, pairs and clusters
 scores      per-sample scores that are large for wrong labels and unusual samples
 suspects    ranking of samples by these scores
+profile     time and memory of an update, with and without compile=True
 """
 
 from samplewise.diagnostics.fisher import fisher as fisher

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from samplewise.attribution.evaluate.tables import by_query
 from samplewise.core.files import absolute, write_json
 from samplewise.core.text import plural, render
 
@@ -232,3 +232,12 @@ def _draws(actual: Tensor, count: int, generator: torch.Generator) -> list[tuple
     return [
         (torch.randint(q, (q,), generator=generator), torch.randint(s, (s,), generator=generator)) for _ in range(count)
     ]
+
+
+def by_query(columns: Mapping[str, Tensor]) -> pandas.DataFrame:
+    """DataFrame of pandas with a row for each query and a named column for each vector (queries,)."""
+    try:
+        table = import_module("pandas").DataFrame({name: column.tolist() for name, column in columns.items()})
+    except ImportError:
+        raise ImportError("to_pandas needs pandas: pip install pandas") from None
+    return table.rename_axis(index="query")

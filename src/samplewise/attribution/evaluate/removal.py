@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from samplewise.attribution.evaluate.lds import check_scores
+from samplewise.attribution.evaluate.lds import by_query, check_scores
 from samplewise.attribution.evaluate.retrain import retrain
-from samplewise.attribution.evaluate.tables import by_query
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
 from samplewise.attribution.outputs import OutputFn, margin
 from samplewise.core.snapshot import random_state_restored

@@ -1,11 +1,15 @@
-"""Time and memory of an update, and advice derived from them; for samplewise doctor."""
+"""Time and memory of an update, with and without compile=True, and advice derived from them.
+
+`samplewise doctor RECIPE` prints them. Times are measured interleaved: other load on the machine is shared by all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +17,8 @@ from torch import nn
 from samplewise.core.devices import device_function
 from samplewise.core.memory import kept_for_backward
 from samplewise.core.text import render
+from samplewise.errors import SamplewiseError
+from samplewise.step.step import Step
 
 MAX_ROUNDS = 30
 MAX_SECONDS = 5.0  # of measuring, after MIN_ROUNDS
@@ -20,7 +26,10 @@ MIN_ROUNDS = 3
 MEGABYTE = 1e6
 PLAIN = "plain"
 CLIPPED = "with sw.clip(1.0)"
+WARM_UP = 3  # passes over the batch before compiled updates are measured; the first update of a step is never compiled
+NO_GAIN = 1.05  # speed-ups up to this factor are within the error of the measurement
 
+MakeStep = Callable[..., Step]  # takes arguments of Step by keyword; returns a step of a new copy of a model
 K = TypeVar("K")
 UpdateKey = tuple[str, int | None]  # transform, microbatch; None: all samples at once
 Updates = Mapping[UpdateKey, Callable[[], object]]
@@ -35,6 +44,30 @@ class Cost:
 
 
 Costs = dict[UpdateKey, Cost]
+
+
+def update_costs(
+    make_step: MakeStep, batch: Any, samples: int | None, transforms: Mapping[str, Any], device: torch.device
+) -> dict[UpdateKey, Cost | None]:
+    """Time and memory of updates with each of the transforms, of the batch at once and in microbatches of a half and a
+    quarter of it. None: refused.
+
+    samples: of the batch; None: it cannot be sliced
+    transforms: by name
+    """
+    sizes = [size for size in dict.fromkeys(((samples or 0) // 2, (samples or 0) // 4)) if size]
+    keys = [(name, size) for name in transforms for size in (None, *sizes)]
+    steps: dict[UpdateKey, Step] = {}
+    for name, size in keys:
+        try:
+            step = make_step(microbatch=size, transforms=transforms[name])
+            step(batch)  # the first update is slower
+            steps[name, size] = step
+        except SamplewiseError:
+            continue
+    updates = {key: partial(step, batch) for key, step in steps.items()}
+    costs = measure_costs(updates, {key: step.model for key, step in steps.items()}, device)
+    return {key: costs.get(key) for key in keys}
 
 
 def measure_costs(updates: Updates, models: Mapping[UpdateKey, nn.Module], device: torch.device) -> Costs:
@@ -100,14 +133,14 @@ def memory_description(device: torch.device) -> str:
 # --- table and advice -------------------------------------------------------------------------------------------------
 
 
-def table(costs: Costs, keys: list[UpdateKey], title: str) -> str:
-    """Text table with one line per microbatch size; combinations without a cost are shown as "refused"."""
-    transforms, sizes = (list(dict.fromkeys(column)) for column in zip(*keys, strict=True))
+def table(costs: Mapping[UpdateKey, Cost | None], title: str) -> str:
+    """Text table with one line per microbatch size."""
+    transforms, sizes = (list(dict.fromkeys(column)) for column in zip(*costs, strict=True))
     header = ["at a time", *(f"{unit}, {transform}" for transform in transforms for unit in ("ms", "MB"))]
     rows = []
     for size in sizes:
         name = "all at once" if size is None else f"microbatch {size}"
-        rows.append([name, *_cost_cells(costs.get((transform, size)) for transform in transforms)])
+        rows.append([name, *_cost_cells(costs[transform, size] for transform in transforms)])
     return render(header, rows, title)
 
 
@@ -129,8 +162,11 @@ def three_digits(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def cost_advice(costs: Costs, samples: int | None, batch_size: int | None, free: int) -> list[str]:
+def cost_advice(
+    measured: Mapping[UpdateKey, Cost | None], samples: int | None, batch_size: int | None, free: int
+) -> list[str]:
     """Sentences of advice. The costs were measured on `samples` of the `batch_size` samples; `free`: free bytes."""
+    costs = {key: cost for key, cost in measured.items() if cost is not None}
     return [
         *_transforms_advice(costs),
         *_microbatch_advice(costs),
@@ -197,3 +233,85 @@ def _batch_memory_advice(costs: Costs, samples: int | None, batch_size: int | No
     if total > free / 2:
         return [f"{text}: more than half of the free memory. Use --microbatch auto."]
     return [f"{text}."]
+
+
+# --- compile=True -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompileGain:
+    """Microseconds of one update, eager and compiled. None: the update fails or is not compiled, see `reason`."""
+
+    samples: int | None  # per update; None: a batch that cannot be sliced
+    eager: float | None = None
+    compiled: float | None = None
+    reason: str = ""
+
+    @property
+    def update(self) -> str:
+        if self.samples is None:
+            return "update of the batch"
+        return "update of one sample" if self.samples == 1 else f"update of {self.samples} samples"
+
+    @property
+    def speed_up(self) -> float | None:
+        return None if self.eager is None or self.compiled is None else self.eager / self.compiled
+
+    def __str__(self) -> str:
+        if self.eager is None:
+            return f"{self.update}: not possible: {self.reason}"
+        eager = f"{self.update}: {three_digits(self.eager)} µs eager"
+        if self.compiled is None:
+            return f"{eager}; not compiled: {self.reason}"
+        return f"{eager}, {three_digits(self.compiled)} µs compiled"
+
+
+def measure_compile_gain(make_step: MakeStep, batch: Any, samples: int | None) -> list[CompileGain]:
+    """Measure updates of one sample and of the whole batch of `samples`; None: the batch cannot be sliced."""
+    steps: dict[tuple[int | None, bool], Step] = {}
+    failures: dict[int | None, str] = {}
+    sizes = [None] if samples is None else sorted({1, samples})
+    for size in sizes:
+        try:
+            steps |= {
+                (size, compile): _warmed_up(make_step(samples=size, compile=compile), batch)
+                for compile in (False, True)
+            }
+        except Exception as error:  # the model may support batches but not a single sample
+            failures[size] = f"{type(error).__name__}: {error}"
+    reasons = {size: step.compiled for (size, compile), step in steps.items() if compile}
+    measured = {
+        (size, compile): partial(step, batch)
+        for (size, compile), step in steps.items()
+        if not compile or reasons[size] == "compiled"
+    }
+    seconds = interleaved_seconds(measured)
+    return [_gain(size, samples, seconds, failures.get(size) or reasons[size]) for size in sizes]
+
+
+def _warmed_up(step: Step, batch: Any) -> Step:
+    for _ in range(WARM_UP):
+        step(batch)
+    return step
+
+
+def _gain(
+    size: int | None, samples: int | None, seconds: Mapping[tuple[int | None, bool], float], reason: str
+) -> CompileGain:
+    updates = 1 if size is None or samples is None else samples // size  # per pass over the batch
+    times = [seconds.get((size, compile)) for compile in (False, True)]
+    eager, compiled = (None if time is None else 1e6 * time / updates for time in times)
+    return CompileGain(size, eager, compiled, "" if reason == "compiled" else reason)
+
+
+def compile_advice(gains: Iterable[CompileGain]) -> list[str]:
+    """Sentences that say what compile=True would bring."""
+    compiled = [gain for gain in gains if gain.speed_up is not None]
+    faster = [f"an {g.update} {g.speed_up:.1f} times as fast" for g in compiled if (g.speed_up or 0) > NO_GAIN]
+    slower = [f"an {g.update}" for g in compiled if (g.speed_up or 0) <= NO_GAIN]
+    if not compiled:
+        return ["compile=True would change nothing: updates of this recipe cannot be compiled."]
+    if not faster:
+        return [f"compile=True would not make {' or '.join(slower)} faster."]
+    limits = f", but not {' or '.join(slower)}" if slower else ""
+    return [f"compile=True (samplewise train --compile) would make {' and '.join(faster)}{limits}."]

@@ -1,12 +1,17 @@
-"""Names that a recipe defines at its top level, with their lines; near misses of the names that a recipe may have."""
+"""Source of a recipe: content of its file, the names that it defines, with their lines, and the errors of recipes.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 SIMILAR = 0.72  # ratio of difflib: loss_fn is similar to loss, calls not to callbacks
 SYNONYMS = {
@@ -22,6 +27,40 @@ SYNONYMS = {
     "train_loader": "data",
 }
 VERBS = re.compile("^(get|make|build|create|load|configure)_")
+
+
+class RecipeError(Exception):
+    """Raised for an error in the recipe; the message is shown to the user without a traceback of samplewise."""
+
+    code = 1  # exit code
+
+
+class NoRecipeError(RecipeError):
+    """Raised if the recipe file cannot be read; exit code 2, as for a bad argument."""
+
+    code = 2
+
+
+def read_source(path: Path) -> bytes:
+    """The content of a recipe's file."""
+    try:
+        return path.read_bytes()
+    except OSError as why:
+        remedy = "Check the path and its permissions."
+        if isinstance(why, FileNotFoundError) and os.path.exists(f"{path}.py"):
+            remedy = f"Did you mean {path}.py?"
+        raise NoRecipeError(
+            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. {remedy}"
+        ) from why
+
+
+def shortened(path: Path) -> str:
+    """A path for a message, of at most about 200 characters."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

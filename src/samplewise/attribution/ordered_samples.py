@@ -1,4 +1,4 @@
-"""Samples of a recipe's loader by their index in the dataset, whatever order the loader draws them in."""
+"""Samples of a loader by their index in the dataset, whatever order the loader draws them in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OrderedSamples:
         if not is_map_style(loader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__len__"):
             raise BatchError(
                 f"the {name} loader must be a DataLoader that makes batches of a map-style dataset, whose samples have "
-                f"an index; found {_kind(loader)}. Return DataLoader(dataset, batch_size=64) from data()."
+                f"an index; found {_kind(loader)}. Use DataLoader(dataset, batch_size=64)."
             )
         self._loader = loader
         self._seed = seed
@@ -53,7 +53,7 @@ class OrderedSamples:
 
     @property
     def loader(self) -> Any:
-        """The loader of the recipe."""
+        """The loader, as it was passed."""
         return self._loader
 
     def item(self, index: int) -> Any:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
 from torch import Tensor, nn
 
-from samplewise.cli.recipe_file import shortened
 from samplewise.core.files import sha256
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import io
@@ -44,6 +42,12 @@ class TrainedModel:
         return rate if isinstance(rate, (int, float)) and math.isfinite(rate) else None
 
     @property
+    def seed(self) -> int:
+        """Seed of the run, from the checkpoint or from run.json; 0 if neither has it."""
+        seed = self.state.get("trainer", {}).get("seed", run_settings(self.run).get("seed"))
+        return seed if type(seed) is int else 0
+
+    @property
     def samples(self) -> int | None:
         """Number of samples of the training dataset; None if the checkpoint does not have it."""
         data = self.state.get("trainer", {}).get("data") or [{}]
@@ -60,7 +64,7 @@ class TrainedModel:
         )
 
     def parameters(self, model: nn.Module) -> dict[str, Any]:
-        """State dict for a model of the recipe; raises CheckpointError if it does not fit."""
+        """State dict for a model; raises CheckpointError if it does not fit."""
         frozen = self.state.get("frozen", {})
         check_frozen(frozen, model)
         state = with_frozen(self.state["model"], frozen, model)
@@ -70,9 +74,9 @@ class TrainedModel:
         for name in dict.fromkeys([*own, *saved]):
             if own.get(name) != saved.get(name):
                 raise CheckpointError(
-                    f"the model of the recipe must be the one that was trained; found {name!r} of shape "
-                    f"{own.get(name, 'none')} in the recipe and {saved.get(name, 'none')} in {self.path}. Restore the "
-                    "recipe of that run, or pass the run of this recipe with --run."
+                    f"the model must be the one that was trained; found {name!r} of shape {own.get(name, 'none')} in "
+                    f"the model and {saved.get(name, 'none')} in {self.path}. Restore the model of that run, or pass a "
+                    "run of this model."
                 )
         return state
 
@@ -99,7 +103,10 @@ def _read(run: Path, newest: int | None) -> list[TrainedModel]:
         except CheckpointError as why:
             warnings.warn(f"{why} It is left out.", CheckpointWarning, stacklevel=2)
     if not models:
-        raise _no_checkpoint(run)
+        raise CheckpointError(
+            "attribution needs a trained model: a run directory with a readable checkpoint; found none in "
+            f"{run}. Train first with samplewise train RECIPE or Trainer(..., run=...), or pass another run."
+        )
     return models
 
 
@@ -110,28 +117,12 @@ def _checkpoint_paths(run: Path) -> list[Path]:
             return [run]
         return [path for _, path in newest_first(run / FOLDER)] if (run / FOLDER).is_dir() else []
     except OSError as why:
-        raise typer.BadParameter(
-            f"must be an accessible directory; found {shortened(run)}: {why.strerror}.", param_hint="--run"
-        ) from why
+        raise CheckpointError(f"a run must be an accessible directory; found {run}: {why.strerror}.") from why
 
 
 def _run_of(checkpoint: Path) -> Path:
     """Directory of the run that a checkpoint belongs to."""
     return checkpoint.parent.parent if checkpoint.parent.name == FOLDER else checkpoint.parent
-
-
-def _no_checkpoint(run: Path) -> typer.BadParameter:
-    return typer.BadParameter(
-        f"attribution needs a trained model: a run directory with a readable checkpoint; found none in {shortened(run)}"
-        ". Train first with samplewise train RECIPE, or pass the directory of a run with --run.",
-        param_hint="--run",
-    )
-
-
-def seed_of(model: TrainedModel) -> int:
-    """Seed of the run, from the checkpoint or from run.json; 0 if neither has it."""
-    seed = model.state.get("trainer", {}).get("seed", run_settings(model.run).get("seed"))
-    return seed if type(seed) is int else 0
 
 
 def run_settings(run: Path) -> dict[str, Any]:

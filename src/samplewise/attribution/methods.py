@@ -1,9 +1,9 @@
-"""Computations of the methods of `samplewise attribute`, one entry each in COMPUTATIONS."""
+"""Methods of `attribute`, one entry each in METHODS."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from samplewise.attribution.curvature import DEFAULT_DAMPING
 from samplewise.attribution.ekfac import ekfac
 from samplewise.attribution.influence import influence
+from samplewise.attribution.ordered_samples import OrderedBatches
 from samplewise.attribution.outputs import OutputFn, margin
 from samplewise.attribution.trak import trak
-from samplewise.cli.dataset_order import OrderedBatches
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
+from samplewise.core.text import did_you_mean
 from samplewise.dataset_pass import Checkpoint, parameters_kept
 from samplewise.errors import LossesError
 
 LOWERS_LOSS = "training on the sample lowers the loss of the query"
 RAISES_MARGIN = "training on the sample raises the margin of the query, the log-odds of its label"
-MAX_DIM = 512  # default of --dim for many training samples
+MAX_DIM = 512  # default of dim for many training samples
 SAMPLES_PER_DIM = 4  # of training samples per dimension, for few
 
 
@@ -114,19 +115,61 @@ def _minus_loss(loss: Any) -> OutputFn:
     return output_fn
 
 
-class Computation(NamedTuple):
-    """Functions of a method.
+# --- table of the methods ---------------------------------------------------------------------------------------------
 
-    scores    function of a task and the options of the method
+
+@dataclass(frozen=True)
+class Method:
+    """Attribution method.
+
+    compute   function of a task and the options
     passes    number of passes over the training samples
+    accepts   names of options
+    models    largest number of checkpoints that it can use; None: any number
+    options   values of options
     """
 
-    scores: Callable[..., Scores]
+    name: str
+    title: str
+    compute: Callable[..., Scores]
     passes: Callable[[Task], int]
+    accepts: tuple[str, ...] = ()
+    models: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-COMPUTATIONS = {
-    "influence": Computation(_influence, lambda task: len(task.checkpoints) * len(task.queries)),
-    "trak": Computation(_trak, lambda task: len(task.checkpoints)),
-    "ekfac": Computation(_ekfac, lambda task: 2 + len(task.queries)),
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            "influence",
+            "TracIn influence",
+            _influence,
+            passes=lambda task: len(task.checkpoints) * len(task.queries),
+        ),
+        Method("trak", "TRAK", _trak, passes=lambda task: len(task.checkpoints), accepts=("dim", "damping")),
+        Method(
+            "ekfac",
+            "EK-FAC influence",
+            _ekfac,
+            passes=lambda task: 2 + len(task.queries),
+            accepts=("damping",),
+            models=1,
+        ),
+    )
 }
+
+
+def method_named(name: str, **options: Any) -> Method:
+    """Method of this name with the options that are not None; raises ValueError for one that it does not accept."""
+    if name not in METHODS:
+        raise ValueError(
+            f"method must be one of {', '.join(METHODS)}; found {name!r}. {did_you_mean(name, METHODS)}".rstrip()
+        )
+    method = METHODS[name]
+    options = {option: value for option, value in options.items() if value is not None}
+    for option in options:
+        if option not in method.accepts:
+            others = " or ".join(other.name for other in METHODS.values() if option in other.accepts)
+            raise ValueError(f"{option} must be used with method {others}; found {name}.")
+    return replace(method, options=options)

@@ -31,7 +31,7 @@ CHUNK = 2**24  # elements of training rows held at a time for norms
 Parts = dict[str, Tensor]  # values by parameter
 
 
-class Metric(Protocol):
+class InnerProduct(Protocol):
     """Inner product of gradients."""
 
     def query(self, g: Gradients) -> Any: ...
@@ -40,11 +40,11 @@ class Metric(Protocol):
         """Contribution of each parameter to the inner products (B, Q)."""
 
     def norms(self, g: Gradients) -> Parts:
-        """Norms (B,) whose squares add up to that of the sample; a metric may have one entry for all parameters."""
+        """Norms (B,) whose squares add up to that of the sample; there may be one entry for all parameters."""
 
 
-def metric_of(curvature: Curvature | None, damping: float | None) -> Metric:
-    """Metric for the arguments of `sw.influence`."""
+def inner_product_of(curvature: Curvature | None, damping: float | None) -> InnerProduct:
+    """Inner product for the arguments of `sw.influence`."""
     if curvature is None:
         return Plain()
     if isinstance(curvature, EKFAC):

@@ -12,7 +12,7 @@ import pytest
 from daily import daily
 from recipes import HEALTHY, command, one_line
 
-from samplewise.cli import output
+from samplewise.cli import stdio
 from samplewise.cli.main import main
 
 FULL = (
@@ -182,13 +182,13 @@ def test_streams_are_restored(monkeypatch, capsys):
 def test_characters_that_the_encoding_lacks(encoding, shown, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, errors="strict"))
-    with output.guarded_output():
+    with stdio.guarded_output():
         print("人" + os.fsdecode(b"\xff"), flush=True)
     assert written.getvalue() == shown
 
 
 def test_guarded_streams_are_streams(capsys):
-    with output.guarded_output():
+    with stdio.guarded_output():
         assert print("a") is None and sys.stdout.writelines(["b\n", "c\n"]) is None
         assert sys.stdout.write("def\n") == 4 and not sys.stdout.isatty()
         print("e", file=sys.stderr)
