@@ -34,6 +34,8 @@ class Accumulator(ABC):
     needs_window: all microbatches of a window must be passed in one call.
     knows_norms: the norm of every sample's gradient is computed.
     exchanges: `add` contains collectives, so that one rank alone cannot repeat it.
+    checks_at_once: `add` raises for a non-finite value itself, or checks none.
+    drops_samples: `add` may leave out samples, and returns no results for them.
     first_stats: if set to a list, the first two per-sample results that the transforms of each stage get are added to
     it.
     """
@@ -41,6 +43,8 @@ class Accumulator(ABC):
     needs_window = False
     knows_norms = False
     exchanges = False
+    checks_at_once = False
+    drops_samples = False
     first_stats: list[tuple[Stage, SampleStats]] | None = None
 
     @abstractmethod
@@ -66,6 +70,8 @@ class Accumulator(ABC):
 
 class PlainAccumulator(Accumulator):
     """Accumulation without per-sample quantities: one ordinary backward pass per microbatch."""
+
+    checks_at_once = True
 
     def __init__(self, evaluator: LossEvaluator):
         self.evaluator = evaluator

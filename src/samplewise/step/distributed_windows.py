@@ -51,10 +51,10 @@ class DistributedWindows(WindowRanks):
 
     distributed = True
 
-    def __init__(self, strategy: ParallelStrategy, private: bool = False) -> None:
-        """private: a window without samples is an update too, while all loaders go on."""
+    def __init__(self, strategy: ParallelStrategy, empty_updates: bool = False) -> None:
+        """empty_updates: a window without samples is an update too, while all loaders go on."""
         group = current_group()
-        self._private = private
+        self._empty_updates = empty_updates
         self.rank = group.rank
         self.size = group.size
         self.strategy = strategy
@@ -138,7 +138,7 @@ class DistributedWindows(WindowRanks):
 
     def _is_complete(self, found: float, ended: float, samples: int | None, tail: str) -> bool:
         """`found`: number of samples of all ranks; `ended`: number of ended loaders."""
-        if self._private and ended == 0:
+        if self._empty_updates and ended == 0:
             return True
         missing = 0 if samples is None else samples - found
         return found > 0 and (missing <= 0 or (ended == self.size and tail == "update"))
@@ -194,7 +194,7 @@ class DistributedWindows(WindowRanks):
         if totals.skips:
             return window.failure or _nonfinite_elsewhere()
         if isfinite(totals.losses) and not totals.invalid:
-            if self._private or 0 < totals.denominators < inf:
+            if self._empty_updates or 0 < totals.denominators < inf:
                 return None
             return NonFiniteLossError(NO_DENOMINATOR.format(total=totals.denominators))
         mine = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
@@ -321,10 +321,9 @@ def make_window_ranks(
             "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "
             f"cannot repeat alone; found {config.microbatch!r}. Pass a number."
         )
-    private = config.privacy is not None
     if isinstance(strategy, SingleProcessStrategy):
-        return LocalWindows(private)
-    return DistributedWindows(strategy, private)
+        return LocalWindows(config.policy.empty_updates)
+    return DistributedWindows(strategy, config.policy.empty_updates)
 
 
 def _check_directions(fingerprint: list[float] | None) -> None:

@@ -37,6 +37,7 @@ from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
 from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters
+from samplewise.step.policy import UpdatePolicy
 from samplewise.transforms.stats import PerSample
 
 
@@ -54,6 +55,7 @@ class LossEvaluator:
         budget: int | None,
         interacting: str,
         strategy: ParallelStrategy,
+        policy: UpdatePolicy,
         criterion: Criterion | None = None,
     ):
         """`criterion`: the criterion that `loss_fn` calls, if it is one."""
@@ -64,13 +66,13 @@ class LossEvaluator:
         self.budget = budget
         self.interacting = interacting
         self.strategy = strategy
+        self.policy = policy
         self.criterion = criterion
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
         self.guard: OpenWindowGuard | None = None  # in the first window: the loss function must not change `.grad`
         self.ready: Callable[[Tensor], None] | None = None  # called with each parameter whose `.grad` is complete
-        self.term_limit: float | None = None  # of a private step: see `with_larger_terms`
         self._copies_large = True  # whether snapshots copy large tensors: until no call has changed a tensor
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
@@ -192,7 +194,7 @@ class LossEvaluator:
             g = gradients_of(losses, wanted, self.modules, False, "twice", interacting, sharded=True)
         else:
             g = gradients_of(losses, wanted, self.modules, interacting=interacting, checked=checked)
-        if self.term_limit is not None:
+        if self.policy.term_limit is not None:
             track_terms(g)
         return g
 
@@ -222,11 +224,12 @@ class LossEvaluator:
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
         """Accumulate Σ w × gradient into `.grad`, from per-sample gradients that are not used afterwards."""
         with self.strategy.summing():
-            accumulate(g, weights, retain_graph=False, ready=self.ready, apart=self.term_limit is not None)
+            accumulate(g, weights, retain_graph=False, ready=self.ready, apart=self.policy.term_limit is not None)
 
     def with_large_terms(self, g: Gradients, weights: PerSample | None) -> list[int]:
-        """Samples of a private step whose weighted terms are far above their bound: see `with_larger_terms`."""
-        return [] if self.term_limit is None else with_larger_terms(g, weights, self.term_limit)
+        """Samples whose weighted terms are above the limit of the policy: see `with_larger_terms`."""
+        limit = self.policy.term_limit
+        return [] if limit is None else with_larger_terms(g, weights, limit)
 
     def add_mean(self, losses: Tensor, count_sum: Tensor | int) -> None:
         """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`."""

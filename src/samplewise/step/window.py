@@ -16,16 +16,14 @@ from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
 from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
-from samplewise.transforms.stats import PerSample, SampleStats, cat_values
+from samplewise.transforms.stats import PerSample, SampleStats, cat_values, denominator
 
 UNKNOWN = -1
 
 
 class BatchCursor:
     """Cursor over a batch: yields slices of its rows, starting at row `consumed`. A batch that cannot be cut is
-    returned whole. `number`: index of the batch in its epoch, from 0; None if unknown. `owners`: group of each row,
-    (B,), with the rows of a group one after the other: a slice then has whole groups, or a part of one group, so that
-    the passes of a group do not depend on others.
+    returned whole. `number`: index of the batch in its epoch, from 0; None if unknown.
     """
 
     __slots__ = ("_ends", "_length", "batch", "consumed", "empty", "layouts", "number")
@@ -36,17 +34,21 @@ class BatchCursor:
         consumed: int = 0,
         number: int | None = None,
         layouts: BatchLayouts | None = None,
-        owners: Tensor | None = None,
     ):
-        self._ends: list[int] | None = None  # of the groups
-        if owners is not None:
-            self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+        self._ends: list[int] | None = None  # of groups that are kept together
         self.batch = batch
         self.consumed = consumed
         self.empty = False
         self.number = number
         self.layouts = layouts
         self._length: int | None = UNKNOWN
+
+    def keep_together(self, owners: Tensor | None) -> None:
+        """Cut slices of whole groups, or of a part of one group, so that the passes of a group do not depend on others.
+        `owners`: group of each row, (B,), with the rows of a group one after the other; None: rows have no groups.
+        """
+        if owners is not None:
+            self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
 
     @property
     def rows(self) -> int | None:
@@ -156,6 +158,10 @@ class Window:
     @property
     def open(self) -> bool:
         return bool(self.parts or self.deferred)
+
+    def denominator(self) -> Tensor | float:
+        """Denominator of the samples of all ranks."""
+        return denominator(self.parts) if self.totals is None else self.totals.denominators
 
     # --- state -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 from samplewise.core.batches import length
-from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.modes import check_modes
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
@@ -23,19 +22,17 @@ from samplewise.errors import (
 )
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.batch_columns import record_columns
-from samplewise.step.checks import check_pieces, check_reached
+from samplewise.step.checks import check_pieces, check_reached, check_weights
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.open_window import OpenWindowGuard
-from samplewise.step.private_checks import ModelState, check_private_parameters, largest_terms
 from samplewise.step.recheck import Recheck
-from samplewise.step.screened import ScreenedAccumulator
-from samplewise.step.weight_checks import check_cut, check_private_weights, check_weights
 from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
 from samplewise.step.window_ranks import ReduceInputs, WindowRanks
-from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.chain import Stage
+from samplewise.transforms.stats import SampleStats, concatenate
 
 
 class WindowBuilder:
@@ -66,7 +63,7 @@ class WindowBuilder:
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
-        self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures, config.privacy is not None)
+        self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures)
         self._trained = evaluator.trained
         self._guard = evaluator.guard = OpenWindowGuard(evaluator.trained, optimizer)
         self._buffers = buffers
@@ -78,8 +75,6 @@ class WindowBuilder:
         self._unchecked = True  # the gradients of no window were checked for mistakes yet
         self._uncut = False  # whether the check of cut windows is still to be repeated
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
-        self._weights_before: CallSnapshot | None = None  # state of private transforms before their first call
-        self._model_state = ModelState(evaluator.modules, not ranks.strategy.sharded, optimizer)
         ranks.strategy.before_sums = self._begin_for_others
 
     def _begin_for_others(self) -> None:
@@ -131,7 +126,7 @@ class WindowBuilder:
     def fill(self, cursor: BatchCursor) -> Iterator[Window]:
         """Add the samples of a batch, and yield each window that they complete."""
         self.ranks.check_group()
-        if cursor.batch is None and self.config.privacy is not None:
+        if cursor.batch is None and self.config.policy.empty_updates:
             yield self._empty_window()
             return
         self.cursor = cursor
@@ -265,7 +260,7 @@ class WindowBuilder:
                 if last and self.ranks.distributed and not self.size.automatic:
                     self._announce_last(size)
                 parts = self._accumulate([microbatch], whole)
-                window.samples += self._count(parts, None if self.config.privacy is not None else size)
+                window.samples += self._count(parts, None if self._accumulator.drops_samples else size)
                 window.parts += parts
         except Exception as error:
             if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
@@ -281,10 +276,10 @@ class WindowBuilder:
         self.recheck.compare_slice(batch, start, stop)
 
     def _cannot_compare(self, microbatch: Any) -> bool:
-        """True if the recheck of a private step must be repeated, because this microbatch has one sample only. The
+        """True if the recheck must be repeated, because this microbatch has one sample only. The
         recheck of a sharded model contains collectives, which all ranks make in their first window.
         """
-        return self.config.privacy is not None and not self.ranks.strategy.sharded and length(microbatch) == 1
+        return self.config.policy.needs_two_samples and not self.ranks.strategy.sharded and length(microbatch) == 1
 
     def _announce_last(self, size: int | None) -> None:
         """Let the ranks sum gradients during the next pass, the last one of this rank, of `size` samples."""
@@ -298,20 +293,12 @@ class WindowBuilder:
         """Prepare gradients and buffers for a new window."""
         self.window.begun = True
         self.evaluator.seconds = 0.0
-        if self.config.privacy is not None:
-            self._model_state.remember()
         self._trained.refresh()
         self._trained.clear()
+        self.config.policy.begin(self._trained)
         self.ranks.strategy.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
-        if self.config.privacy is not None:
-            check_private_parameters(self._trained)
-            self.config.privacy.parameters = len(self._trained.wanted())
-            if self._weights_before is None:
-                stages = (self._chain.samples, self._chain.groups)
-                self._weights_before = CallSnapshot(t.answer for stage in stages for t in stage.transforms)
-            self.evaluator.term_limit = self.config.privacy.sensitivity * largest_terms(self._trained)
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
         self.evaluator.predictions = self.predictions
@@ -328,8 +315,7 @@ class WindowBuilder:
         window = self.window
         if window.failure is None:
             try:
-                plain = isinstance(self._accumulator, PlainAccumulator)
-                if plain or self.config.privacy is not None or self._trained.device.type == "cpu":
+                if self._accumulator.checks_at_once or self._trained.device.type == "cpu":
                     return self._add_gradients(microbatches, whole)
                 with collected_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
@@ -402,14 +388,13 @@ class WindowBuilder:
             self._begin()  # a rank without samples in this window
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
-            exact = window.sized and self.config.privacy is None
+            exact = window.sized and not self._accumulator.drops_samples
             window.samples = self._count(window.parts, window.samples if exact else None)
             self.ranks.refresh_totals(window)
         if self.ranks.distributed:
             fingerprint = self._accumulator.fingerprint
             self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
-        if self.config.privacy is not None:
-            self._model_state.check()
+        self.config.policy.check_model()
         samples = window.samples if window.totals is None else window.totals.samples
         if window.failure is None and window.config.transforms.samples.uses_positions:
             window.config.transforms.samples.check_positions(samples)
@@ -439,15 +424,14 @@ class WindowBuilder:
         self._unchecked_transforms = False
 
     def _check_cut(self) -> None:
-        """Check that weights do not depend on other samples. In a private step, a window of one sample on this rank
-        allows no comparison, so that the check is repeated.
+        """Check that weights do not depend on other samples. A window of one sample on this rank allows no comparison:
+        the check may have to be repeated.
         """
+        policy = self.config.policy
         first_stats = self._accumulator.first_stats or []
-        if self._weights_before is None:
-            check_cut(first_stats)
-        else:
-            check_private_weights(first_stats, self._weights_before)
-            self._uncut = sum(len(stats) for _, stats in first_stats) < 2
+        for stage, stats in _stats_by_stage(first_stats):
+            policy.check_coefficients(stage, stats)
+        self._uncut = policy.needs_two_samples and sum(len(stats) for _, stats in first_stats) < 2
         self._accumulator.first_stats = None
 
     def make_accumulator(self) -> Accumulator:
@@ -457,9 +441,7 @@ class WindowBuilder:
             return PlainAccumulator(self.evaluator)
         kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
         accumulator = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
-        return (
-            accumulator if self.config.privacy is None else ScreenedAccumulator(accumulator, self.config.privacy.meter)
-        )
+        return self.config.policy.accumulator(accumulator)
 
     # --- discarding a window ---------------------------------------------------------------------------------------
 
@@ -486,7 +468,7 @@ class WindowBuilder:
                 self._trained.clear()
                 self._buffers.restore()
                 if window is self.window:  # parameters of a complete window may be changed by its update
-                    self._model_state.restore()
+                    self.config.policy.restore_model()
                 self.counters.samples -= sum(len(part) for part in window.parts)
                 self.counters.microbatches -= len(window.parts)
         self._complete = Window(self.config)
@@ -551,6 +533,16 @@ class WindowBuilder:
         self.ranks.strategy.begin_window(state.get("reached", ()))
         if self.window.begun:
             self._leave()
+
+
+def _stats_by_stage(first_stats: Sequence[tuple[Stage, SampleStats]]) -> list[tuple[Stage, SampleStats]]:
+    """The first results of each stage; those of two calls if the first one had one sample only."""
+    by_stage: list[tuple[Stage, SampleStats]] = []
+    for stage in {id(stage): stage for stage, _ in first_stats}.values():
+        parts = [stats for other, stats in first_stats if other is stage and len(stats)]
+        if parts:
+            by_stage.append((stage, concatenate(parts[:2]) if len(parts) > 1 and len(parts[0]) == 1 else parts[0]))
+    return by_stage
 
 
 def _not_compiled(microbatch: Any) -> None:

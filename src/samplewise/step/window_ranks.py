@@ -140,9 +140,9 @@ class LocalWindows(WindowRanks):
 
     distributed = False
 
-    def __init__(self, private: bool = False) -> None:
-        """private: a window without samples is an update too, while the loader goes on."""
-        self._private = private
+    def __init__(self, empty_updates: bool = False) -> None:
+        """empty_updates: a window without samples is an update too, while the loader goes on."""
+        self._empty_updates = empty_updates
         self.strategy = SingleProcessStrategy()
 
     def check_group(self) -> None:
@@ -158,7 +158,7 @@ class LocalWindows(WindowRanks):
 
     def complete(self, window: Window, samples: int | None, tail: str, ended: bool = False) -> bool:
         self.all_ended = ended
-        if self._private and not ended:
+        if self._empty_updates and not ended:
             return True
         if ended and tail != "update":
             return False
