@@ -249,8 +249,8 @@ class PrivateUpdate:
 
     # --- 4: nothing else depends on the samples --------------------------------------------------------------------
 
-    def divisor(self, denominator: Callable[[], Tensor | float]) -> float:
-        """The constant of the plan. `denominator`, the number of samples of the draw, is private: it is not called."""
+    def divisor(self, parts: Sequence[SampleStats], total: float | None) -> float:
+        """The constant of the plan: the number of samples, which the arguments show, is private, and not read."""
         assert self.plan._divisor.value is not None
         return self.plan._divisor.value
 

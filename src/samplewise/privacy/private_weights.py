@@ -50,9 +50,7 @@ def _check_stage(stage: Stage, stats: SampleStats, before: CallSnapshot) -> None
             for row, seed in product(samples[:FEW], range(SEEDS)):
                 others = [k for k in samples if k != row]
                 again = call_first([row], seed)
-                if (
-                    row == seed == 0
-                ):  # rarely: caches of functions may keep values of samples, and may take long to fill
+                if row == seed == 0:  # only once: caches may take long to fill
                     _clear(before.caches)
                 alone = call_first([row], seed)
                 if row == seed == 0:

@@ -130,7 +130,7 @@ class UpdateApplier:
         self.divide(window)
         unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
         flags = self.flags and window.totals is None
-        others = self._other_values(unchecked, window.checks) if self._checks else []
+        others = self._other_values(unchecked, window) if self._checks else []
         norms = self._norms(others) if self._checks else None
         flag = None
         if norms is not None and flags:
@@ -209,7 +209,8 @@ class UpdateApplier:
         self._policy.before_apply(self.trained)
         if window.divided and scale == 1:
             return
-        divisor = 1 if window.divided else self._policy.divisor(window.denominator)
+        total = None if window.totals is None else window.totals.denominators
+        divisor = 1 if window.divided else self._policy.divisor(window.parts, total)
         gradients = self.trained.gradients()
         if gradients:
             torch._foreach_div_(gradients, divisor * scale)
@@ -224,11 +225,11 @@ class UpdateApplier:
         strategy = self.ranks.strategy
         return GradNorms(self.trained.gradients(), others, strategy.sharded, strategy.copies)
 
-    def _other_values(self, parts: Sequence[SampleStats], checks: PendingChecks) -> list[Tensor]:
-        """Values besides the gradients that must be finite: losses, those of `checks`, and values that are infinite if
-        the denominator is not positive and finite, or a count is negative.
+    def _other_values(self, parts: Sequence[SampleStats], window: Window) -> list[Tensor]:
+        """Values besides the gradients that must be finite: losses, those of pending checks, and values that are
+        infinite if the denominator is not positive and finite, or a count is negative.
         """
-        others = checks.values
+        others = window.checks.values if window.collects else []
         counted = False
         for part in parts:
             others.append(part.losses)

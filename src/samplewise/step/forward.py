@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -56,9 +56,10 @@ class LossEvaluator:
         interacting: str,
         strategy: ParallelStrategy,
         policy: UpdatePolicy,
+        guard: OpenWindowGuard,
         criterion: Criterion | None = None,
     ):
-        """`criterion`: the criterion that `loss_fn` calls, if it is one."""
+        """guard: watches calls of the loss function until `unwatch`. criterion: what `loss_fn` calls, if it is one."""
         self.modules = modules
         self.trained = trained
         self.loss_fn = loss_fn
@@ -71,11 +72,24 @@ class LossEvaluator:
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
-        self.guard: OpenWindowGuard | None = None  # in the first window: the loss function must not change `.grad`
+        self.guard: OpenWindowGuard | None = guard  # in the first window: the loss function must not change `.grad`
         self.ready: Callable[[Tensor], None] | None = None  # called with each parameter whose `.grad` is complete
         self._copies_large = True  # whether snapshots copy large tensors: until no call has changed a tensor
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
+
+    def unwatch(self) -> None:
+        """Trust the loss function: it has not changed `.grad` in the first window."""
+        self.guard = None
+
+    @contextmanager
+    def exchanging(self, ready: Callable[[Tensor], None] | None) -> Iterator[None]:
+        """Context manager: `ready` is called with each parameter whose `.grad` is complete."""
+        self.ready = ready
+        try:
+            yield
+        finally:
+            self.ready = None
 
     @property
     def predictions(self) -> frozenset[str]:

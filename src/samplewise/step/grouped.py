@@ -34,7 +34,7 @@ class GroupedAccumulator(PerSampleAccumulator):
 
     one_by_one = False
 
-    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         if self.exchanges:
             self.compute_directions()
         assert self.chain.grouping is not None

@@ -11,23 +11,36 @@ from samplewise.core.batches import cut
 from samplewise.core.devices import empty_cache
 from samplewise.core.memory import Auto, free_memory, is_out_of_memory
 from samplewise.step.batch_layouts import BatchLayouts
+from samplewise.step.forward import LossEvaluator
+
+
+def memory_budget(microbatch: int | Auto | None, model: nn.Module) -> int | None:
+    """Bytes of saved activations for an automatic size; None for other sizes: no limit."""
+    if not isinstance(microbatch, Auto):
+        return None
+    return microbatch.memory or free_memory(model) // 2
 
 
 class MicrobatchSize:
-    """Microbatch size of a step. `size`: samples per microbatch; None: as they arrive. `budget`: bytes of saved
-    activations; None: no limit.
+    """Microbatch size of a step. `size`: samples per microbatch; None: as they arrive. `compare`: called with a batch
+    and the rows of its first slice, when the batch is cut because memory runs out.
     """
 
-    def __init__(self, given: int | Auto | None, modules: Sequence[nn.Module], layouts: BatchLayouts):
-        self.size = given if isinstance(given, int) else None
-        self.automatic = isinstance(given, Auto)
-        self.budget: int | None = None
-        self._measured = 0  # budget by the memory that is free in this process; 0 if it is given
-        if isinstance(given, Auto):
-            self._measured = 0 if given.memory else free_memory(modules[0]) // 2
-            self.budget = given.memory or self._measured
+    def __init__(
+        self,
+        microbatch: int | Auto | None,
+        evaluator: LossEvaluator,
+        layouts: BatchLayouts,
+        compare: Callable[[Any, int, int], None],
+    ):
+        self.size = microbatch if isinstance(microbatch, int) else None
+        self.automatic = isinstance(microbatch, Auto)
+        self._evaluator = evaluator
         self._layouts = layouts
-        self.compare: Callable[[Any, int, int], None] = _compare_nothing  # called with a batch and rows to slice
+        self._compare = compare
+        self._measured = 0  # budget by the memory that is free in this process; 0 if the user has set it
+        if isinstance(microbatch, Auto) and not microbatch.memory:
+            self._measured = evaluator.budget or 0
 
     def load(self, size: int | None, budget: int | None) -> None:
         """Continue with the size and the budget of a checkpoint, if the size is automatic, so that microbatches are cut
@@ -36,21 +49,15 @@ class MicrobatchSize:
         if self.automatic:
             self.size = size
             if budget is not None and budget <= 2 * self._measured:
-                self.budget = budget
+                self._evaluator.budget = budget
 
-    def retry(
-        self,
-        save: Callable[[Sequence[Any]], Callable[[], None]],
-        compute: Callable[[Sequence[Any]], Any],
-        microbatches: Sequence[Any],
-    ) -> Any:
+    def retry(self, compute: Callable[[Sequence[Any]], Any], microbatches: Sequence[Any]) -> Any:
         """Return compute(microbatches); with an automatic size, retry with smaller microbatches when memory runs out. A
-        failed attempt is undone: save(microbatches) saves what `compute` changes, and returns a function that restores
-        it.
+        failed attempt is undone.
         """
         whole = microbatches
         while self.automatic:
-            restore = save(microbatches)
+            restore = self._evaluator.saved_state_and_sums(microbatches)
             try:
                 return compute(microbatches)
             except Exception as error:
@@ -66,9 +73,10 @@ class MicrobatchSize:
         length = self._layouts.length
         largest = max(length(microbatch) or 1 for microbatch in microbatches)
         if largest == 1:
+            reason = str(error) or f"the budget is {self._evaluator.budget} bytes"
             raise MemoryError(
                 "a microbatch of one sample, or a batch that cannot be cut, must fit into memory; found that it does "
-                f"not ({str(error) or f'the budget is {self.budget} bytes'}). Use a smaller model or a larger budget."
+                f"not ({reason}). Use a smaller model or a larger budget."
             ) from error
         size = (largest + 1) // 2
         self.size = size
@@ -78,10 +86,6 @@ class MicrobatchSize:
             if total <= size:
                 halved.append(microbatch)
             else:
-                self.compare(microbatch, 0, size)
+                self._compare(microbatch, 0, size)
                 halved += [cut(microbatch, start, min(start + size, total)) for start in range(0, total, size)]
         return halved
-
-
-def _compare_nothing(batch: Any, start: int, stop: int) -> None:
-    """Comparison of a slice with its batch: there is none."""

@@ -15,7 +15,7 @@ from samplewise.privacy.private_update import PrivateUpdate
 from samplewise.step.checks import check_cut
 from samplewise.step.parameters import TrainedParameters
 from samplewise.transforms.chain import Chain, Stage
-from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.stats import SampleStats, denominator
 
 
 class OrdinaryUpdate:
@@ -91,9 +91,9 @@ class OrdinaryUpdate:
     def before_apply(self, trained: TrainedParameters) -> None:
         """Called with the sums in `.grad`, after the transforms of the sum and before parameters change."""
 
-    def divisor(self, denominator: Callable[[], Tensor | float]) -> Tensor | float:
-        """Divisor of the sum. `denominator`: computes that of the samples in the window."""
-        return denominator()
+    def divisor(self, parts: Sequence[SampleStats], total: float | None) -> Tensor | float:
+        """Divisor of the sum. `parts`: results of this rank; `total`: denominator of all ranks, if several."""
+        return denominator(parts) if total is None else total
 
     def after_apply(self, parts: Sequence[SampleStats]) -> None:
         """Called after parameters have changed, with the results of the window."""

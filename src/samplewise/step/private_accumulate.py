@@ -57,7 +57,7 @@ class PrivateAccumulator(Accumulator):
     def compute_directions(self) -> None:
         self._inner.compute_directions()
 
-    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         if self.needs_window:
             return self._add_window(microbatches, start)
         parts: list[SampleStats] = []

@@ -43,7 +43,8 @@ from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
-from samplewise.step.microbatch import MicrobatchSize
+from samplewise.step.microbatch import memory_budget
+from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.policy import make_policy
 from samplewise.step.private_accumulate import PrivateAccumulator
@@ -175,18 +176,19 @@ class Step(CheckedAttributes):
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         self._layouts = BatchLayouts()
         self._constants = constants_of(loss_fn)
-        size = MicrobatchSize(config.microbatch, modules, self._layouts)
         self._counters = counters = Counters()
         self._precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         policy.attach(modules, optimizer, ranks.strategy.sharded, precision)
         wrapped = policy.wrap_loss_fn(ranks.strategy.wrap_loss_fn(self.loss_fn), self._constants)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
+        budget = memory_budget(config.microbatch, modules[0])
+        guard = OpenWindowGuard(trained, optimizer)
         self._evaluator = LossEvaluator(
-            modules, trained, wrapped, self._precision, size.budget, interacting, ranks.strategy, policy, criterion
+            modules, trained, wrapped, self._precision, budget, interacting, ranks.strategy, policy, guard, criterion
         )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers)
-        self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers, optimizer)
+        self._windows = WindowBuilder(config, self._evaluator, guard, self._layouts, ranks, counters, buffers)
         self._updates = self._make_updates()
         ranks.check_optimizer(trained, optimizer)
         self._complete = True  # from now on, attributes are checked when they are assigned
@@ -485,7 +487,7 @@ class Step(CheckedAttributes):
             "counters": asdict(self.counters),
             "precision": self._precision.state_dict(),
             "microbatch": windows.size.size,
-            "memory": None if windows.ranks.distributed else windows.size.budget,  # that of this rank
+            "memory": None if windows.ranks.distributed else self._evaluator.budget,  # that of this rank
             "compiling": self._updates.state_dict(),
             "dealt": windows.ranks.epoch_state(),
             "layouts": self._layouts.state_dict(),
@@ -501,7 +503,6 @@ class Step(CheckedAttributes):
         self.counters.load(state["counters"])
         self._precision.load_state_dict(state["precision"])
         windows.size.load(state["microbatch"], state.get("memory"))
-        self._evaluator.budget = windows.size.budget
         self.config.policy.load_state_dict(state.get("privacy"))
         self._updates.load_state_dict(state["compiling"])
         windows.ranks.load_epoch_state(state.get("dealt") or [])

@@ -16,7 +16,7 @@ from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
 from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
-from samplewise.transforms.stats import PerSample, SampleStats, cat_values, denominator
+from samplewise.transforms.stats import PerSample, SampleStats, cat_values
 
 UNKNOWN = -1
 
@@ -149,6 +149,7 @@ class Window:
     summing: bool = False  # whether the ranks have begun to sum `.grad`, during the last pass of this rank
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
+    collects: bool = False  # whether non-finite values are checked at the end of the window, to save host syncs
     checks: PendingChecks = field(default_factory=PendingChecks)  # values on the device that are not checked yet
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
     totals: WindowTotals | None = None  # sums over all ranks, already checked for non-finite values
@@ -158,10 +159,6 @@ class Window:
     @property
     def open(self) -> bool:
         return bool(self.parts or self.deferred)
-
-    def denominator(self) -> Tensor | float:
-        """Denominator of the samples of all ranks."""
-        return denominator(self.parts) if self.totals is None else self.totals.denominators
 
     # --- state -----------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from time import perf_counter
 from typing import Any, ClassVar
 
 from samplewise.core.batches import length
-from samplewise.core.modes import check_modes
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
 from samplewise.engine.pending_checks import collected_in
@@ -22,8 +21,9 @@ from samplewise.errors import (
 )
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.batch_columns import record_columns
-from samplewise.step.checks import check_pieces, check_reached, check_weights
+from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
+from samplewise.step.first_window import SAMPLES, FirstWindowChecks
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.microbatch import MicrobatchSize
@@ -31,8 +31,7 @@ from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.recheck import Recheck
 from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
 from samplewise.step.window_ranks import ReduceInputs, WindowRanks
-from samplewise.transforms.chain import Stage
-from samplewise.transforms.stats import SampleStats, concatenate
+from samplewise.transforms.stats import SampleStats
 
 
 class WindowBuilder:
@@ -45,15 +44,17 @@ class WindowBuilder:
         self,
         config: StepConfig,
         evaluator: LossEvaluator,
-        size: MicrobatchSize,
+        guard: OpenWindowGuard,
+        layouts: BatchLayouts,
         ranks: WindowRanks,
         counters: Counters,
         buffers: Buffers,
-        optimizer: Any,
     ):
         self.config = config
         self.evaluator = evaluator
-        self.size = size
+        self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures)
+        self.checks = FirstWindowChecks(evaluator, self.recheck)
+        self.size = MicrobatchSize(config.microbatch, evaluator, layouts, self.checks.compare_slice)
         self.ranks = ranks
         self.counters = counters
         self.window = Window(config)
@@ -63,18 +64,11 @@ class WindowBuilder:
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
-        self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures)
         self._trained = evaluator.trained
-        self._guard = evaluator.guard = OpenWindowGuard(evaluator.trained, optimizer)
+        self._guard = guard
         self._buffers = buffers
         self._chain = config.transforms  # those of the accumulator
         self._accumulator = self.make_accumulator()
-        self._first = True  # no window was begun yet
-        self._unsliced = True  # no batch was sliced yet
-        size.compare = self._compare_slice
-        self._unchecked = True  # the gradients of no window were checked for mistakes yet
-        self._uncut = False  # whether the check of cut windows is still to be repeated
-        self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
         ranks.strategy.before_sums = self._begin_for_others
 
     def _begin_for_others(self) -> None:
@@ -105,10 +99,7 @@ class WindowBuilder:
         if chain is not self._chain:
             self._chain = chain
             self._accumulator = self.make_accumulator()
-            self._unchecked_transforms = True
-            if chain.measures and not self.recheck.own_gradients:
-                self._first = True  # the first recheck has only warned about interacting samples
-            self.recheck.own_gradients = chain.measures
+            self.checks.follow(chain)
 
     def attach(self, ranks: WindowRanks) -> None:
         """Use these ranks from the next window on."""
@@ -142,6 +133,7 @@ class WindowBuilder:
         config = self.config
         while True:
             complete = None
+            self._guard.enter()
             if self._is_complete(config.samples, config.tail, ended=True):
                 complete = self._finish()
             all_ended = self.ranks.all_ended
@@ -174,13 +166,13 @@ class WindowBuilder:
 
     def close(self) -> Window | None:
         """Complete the window with the samples it has, on all ranks; None if there are none."""
+        self._guard.enter()
         return self._finish() if self._is_complete(None, "update", ended=True) else None
 
     # --- filling a window ------------------------------------------------------------------------------------------
 
     def _is_complete(self, samples: int | None, tail: str, ended: bool = False) -> bool:
         """True if the ranks together have the samples of the window. `ended`: this rank's loader has ended."""
-        self._guard.enter()  # before ranks exchange gradients
         window = self.window
         if not self._accumulator.needs_window:
             self.ranks.begin_exchange(window, window.samples, samples, tail, ended)
@@ -189,7 +181,8 @@ class WindowBuilder:
     def next_window(self) -> Window | None:
         """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
         samples = self.config.samples
-        self._guard.enter()
+        if self._guard.active:
+            self._guard.enter()
         while self.cursor is not None:
             cursor = self.cursor
             window = self.window
@@ -206,6 +199,7 @@ class WindowBuilder:
 
     def _empty_window(self) -> Window:
         """Complete a window to which this rank adds no samples: an empty draw of a private step."""
+        self._guard.enter()
         self._is_complete(None, self.config.tail)
         return self._finish()
 
@@ -240,16 +234,14 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         try:
-            first = not window.open
+            first = window.samples == 0
             window.restored = False
             if not window.begun:
                 self._begin()
-            if self._unsliced and size is not None and microbatch is not cursor.batch:
-                self._compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
-            if first and (self._first or self.config.recheck):
-                self.recheck.run(microbatch, self._first, self.counters.updates)
-                # not reached if the recheck raises, so that the next attempt raises again
-                self._first = self._first and self._cannot_compare(microbatch)
+            if self.checks.unsliced and size is not None and microbatch is not cursor.batch:
+                self.checks.compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
+            if first and (SAMPLES in self.checks.pending or self.config.recheck):
+                self.checks.recheck(microbatch, self.counters.updates)
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
@@ -257,56 +249,45 @@ class WindowBuilder:
                 window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
                 window.sized &= size is not None
             else:
-                if last and self.ranks.distributed and not self.size.automatic:
-                    self._announce_last(size)
-                parts = self._accumulate([microbatch], whole)
+                exchanges = last and self.ranks.distributed and not self.size.automatic
+                with self._exchange(size) if exchanges else nullcontext():
+                    parts = self._accumulate([microbatch], whole)
                 window.samples += self._count(parts, None if self._accumulator.drops_samples else size)
                 window.parts += parts
         except Exception as error:
             if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
                 raise self._empty_batch(cursor) from error
             raise
-        finally:
-            self.evaluator.ready = None
         window.seconds += perf_counter() - started
 
-    def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
-        """Compare the first slice of a batch with the batch."""
-        self._unsliced = False
-        self.recheck.compare_slice(batch, start, stop)
-
-    def _cannot_compare(self, microbatch: Any) -> bool:
-        """True if the recheck must be repeated, because this microbatch has one sample only. The
-        recheck of a sharded model contains collectives, which all ranks make in their first window.
-        """
-        return self.config.policy.needs_two_samples and not self.ranks.strategy.sharded and length(microbatch) == 1
-
-    def _announce_last(self, size: int | None) -> None:
-        """Let the ranks sum gradients during the next pass, the last one of this rank, of `size` samples."""
+    def _exchange(self, size: int | None) -> AbstractContextManager[None]:
+        """Context manager: the ranks sum gradients during the last pass of this rank, inside, of `size` samples."""
         self._accumulator.compute_directions()  # they may contain collectives, which then come first on all ranks
         config = self.config
-        found = self.window.samples + (size or 1)  # without `samples`, the number need not be exact
-        self.evaluator.ready = self.ranks.begin_exchange(self.window, found, config.samples, config.tail)
-        self.window.summing = self.evaluator.ready is not None
+        samples = self.window.samples + (size or 1)  # without `samples=`, the number need not be exact
+        ready = self.ranks.begin_exchange(self.window, samples, config.samples, config.tail)
+        self.window.summing = ready is not None
+        return self.evaluator.exchanging(ready)
 
     def _begin(self) -> None:
         """Prepare gradients and buffers for a new window."""
-        self.window.begun = True
+        window = self.window
+        window.begun = True
         self.evaluator.seconds = 0.0
+        if self.record_norms and not self._accumulator.knows_norms:
+            self._accumulator = self.make_accumulator()
         self._trained.refresh()
         self._trained.clear()
+        window.collects = not (self._accumulator.checks_at_once or self._trained.device.type == "cpu")
         self.config.policy.begin(self._trained)
         self.ranks.strategy.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
-        if self.record_norms and not self._accumulator.knows_norms:
-            self._accumulator = self.make_accumulator()
-        self.evaluator.predictions = self.predictions
+        if self.evaluator.criterion is not None:
+            self.evaluator.predictions = self.predictions
         self._accumulator.begin()
-        if self._unchecked_transforms or self._uncut:
-            self._accumulator.first_stats = []
-        if self._first:
-            check_modes(self.evaluator.modules)
+        if self.checks.pending:
+            self.checks.begin(self._accumulator)
 
     def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
         """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
@@ -315,11 +296,11 @@ class WindowBuilder:
         window = self.window
         if window.failure is None:
             try:
-                if self._accumulator.checks_at_once or self._trained.device.type == "cpu":
+                if not window.collects:
                     return self._add_gradients(microbatches, whole)
                 with collected_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
-                if self._unchecked_transforms or self.ranks.distributed:
+                if self.checks.pending or self.ranks.distributed:
                     window.checks.settle()  # first checks and collectives need to know whether the window fails
                 return parts
             except (NonFiniteLossError, NonFiniteGradientError) as error:
@@ -335,33 +316,22 @@ class WindowBuilder:
     def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
         window = self.window
         accumulator = self._accumulator
-        divides = whole and not self._sums_only
-        if divides and isinstance(accumulator, PlainAccumulator):
-            stats, window.divided = accumulator.add_mean(microbatches[0])
-            return [stats]
         if not accumulator.needs_window:
             compiled = self.compiled_sums(microbatches[0])
             if compiled is not None:
                 return [compiled]
-            if divides and isinstance(accumulator, WeightedAccumulator):
-                stats, window.divided = accumulator.add_mean(microbatches[0])
-                return [stats]
         start = 0 if window.deferred else window.samples
         if self.size.automatic and not accumulator.exchanges:
-            return self.size.retry(
-                self.evaluator.saved_state_and_sums, lambda some: accumulator.add(some, start), microbatches
-            )
-        return accumulator.add(microbatches, start)
+            return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
+        divide = whole and not window.config.transforms.on_sum  # noise is added to the sum
+        parts = accumulator.add(microbatches, start, divide)
+        window.divided = accumulator.divided
+        return parts
 
     @property
     def defers(self) -> bool:
         """True if microbatches are computed when the window is complete."""
         return self._accumulator.needs_window
-
-    @property
-    def _sums_only(self) -> bool:
-        """True if `.grad` must hold sums until the update: noise is added to them, or microbatches may be halved."""
-        return bool(self.window.config.transforms.on_sum) or self.size.automatic
 
     def _count(self, parts: Sequence[SampleStats], size: int | None) -> int:
         """Count samples and microbatches; `size` is the expected number of samples, None if unknown."""
@@ -398,41 +368,14 @@ class WindowBuilder:
         samples = window.samples if window.totals is None else window.totals.samples
         if window.failure is None and window.config.transforms.samples.uses_positions:
             window.config.transforms.samples.check_positions(samples)
-        if window.failure is None and self._unchecked_transforms and samples:
-            self._check_first(window)
-        elif self._uncut:
-            self._check_cut()
+        if self.checks.pending:
+            self.checks.end(window, self._accumulator, self.ranks.size)
         window.parts = window.parts or [empty_stats(next(iter(self._trained.named.values())))]
         self._complete = window
         self._open_window()
         window.forward_seconds = self.evaluator.seconds
         window.seconds += perf_counter() - started
         return window
-
-    def _check_first(self, window: Window) -> None:
-        """Check the first window, and the first one of new transforms, for common mistakes; warn or raise."""
-        chain = window.config.transforms
-        if self._unchecked:
-            sizes = [len(part) for part in window.parts if len(part)]
-            if sizes:
-                check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
-            check_reached(self._trained.owned, noise=bool(chain.on_sum))
-            self._unchecked = False
-            self.evaluator.guard = None
-        self._check_cut()
-        check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
-        self._unchecked_transforms = False
-
-    def _check_cut(self) -> None:
-        """Check that weights do not depend on other samples. A window of one sample on this rank allows no comparison:
-        the check may have to be repeated.
-        """
-        policy = self.config.policy
-        first_stats = self._accumulator.first_stats or []
-        for stage, stats in _stats_by_stage(first_stats):
-            policy.check_coefficients(stage, stats)
-        self._uncut = policy.needs_two_samples and sum(len(stats) for _, stats in first_stats) < 2
-        self._accumulator.first_stats = None
 
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the step and the norms to record."""
@@ -533,16 +476,6 @@ class WindowBuilder:
         self.ranks.strategy.begin_window(state.get("reached", ()))
         if self.window.begun:
             self._leave()
-
-
-def _stats_by_stage(first_stats: Sequence[tuple[Stage, SampleStats]]) -> list[tuple[Stage, SampleStats]]:
-    """The first results of each stage; those of two calls if the first one had one sample only."""
-    by_stage: list[tuple[Stage, SampleStats]] = []
-    for stage in {id(stage): stage for stage, _ in first_stats}.values():
-        parts = [stats for other, stats in first_stats if other is stage and len(stats)]
-        if parts:
-            by_stage.append((stage, concatenate(parts[:2]) if len(parts) > 1 and len(parts[0]) == 1 else parts[0]))
-    return by_stage
 
 
 def _not_compiled(microbatch: Any) -> None:
