@@ -288,7 +288,7 @@ class WeightedAccumulator(PerSampleAccumulator):
         self.ranks.sums()
         sizes = [len(stats) for stats in parts]
         positions = self.ranks.positions(sum(sizes)).split(sizes)
-        return [replace(stats, positions=own) for stats, own in zip(parts, positions, strict=True)]
+        return [replace(stats, positions=places) for stats, places in zip(parts, positions, strict=True)]
 
     def _sum_all(self, microbatches: Sequence[Any], weighed: Sequence[SampleStats]) -> None:
         """Accumulate all microbatches; their sizes may differ from those of `weighed` after running out of memory."""
@@ -300,8 +300,8 @@ class WeightedAccumulator(PerSampleAccumulator):
             stop = start + len(losses)
             if window is not None:
                 self.evaluator.check_repeated(losses, window.losses[start:stop])
-            own = None if coefficients is None else rows_of(coefficients, slice(start, stop))
-            self._sum(microbatch, losses, None, own)
+            rows = None if coefficients is None else rows_of(coefficients, slice(start, stop))
+            self._sum(microbatch, losses, None, rows)
             start = stop
 
 

@@ -108,25 +108,25 @@ class StepConfig:
         }
 
 
-def as_microbatch(given: Any) -> Any:
+def as_microbatch(microbatch: Any) -> Any:
     """The `microbatch` argument; "auto" becomes auto()."""
-    return auto() if isinstance(given, str) and given == "auto" else given
+    return auto() if isinstance(microbatch, str) and microbatch == "auto" else microbatch
 
 
 def as_record(names: Any) -> frozenset[str]:
     """The `record` argument, a collection of names or a single name, as a set of names."""
-    given = {names} if isinstance(names, str) else names
-    if not isinstance(given, Collection) or not RECORDABLE.issuperset(given):
+    record = {names} if isinstance(names, str) else names
+    if not isinstance(record, Collection) or not RECORDABLE.issuperset(record):
         raise ValueError(f"record must be 'norms', or a collection with this name; found {names!r}.")
-    return frozenset(given)
+    return frozenset(record)
 
 
 def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
     """Raise TypeError if the arguments of `Step` are in another order."""
-    found = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
+    types = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
     swapped = isinstance(loss_fn, (Optimizer, GradientDescent)) and not isinstance(optimizer, Optimizer)
     if not isinstance(model, nn.Module) or swapped:
-        raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {found}.")
+        raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {types}.")
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:

@@ -168,16 +168,16 @@ class LossEvaluator:
             return
         cast = None if self.precision.name is None else AUTOCAST_DTYPES[self.precision.name]
         rounding = torch.finfo(cast or losses.dtype).eps ** 0.75
-        found = f"{plural(len(before), 'loss', 'losses')} and then {len(losses)}"
+        difference = f"{plural(len(before), 'loss', 'losses')} and then {len(losses)}"
         if losses.shape == before.shape:
             off = (losses - before).abs()
             if bool((off <= rounding * before.abs().max()).all()):
                 return
             row = int(off.argmax())
-            found = f"the loss {before[row].item():.6g} and then {losses[row].item():.6g} for sample {row}"
+            difference = f"the loss {before[row].item():.6g} and then {losses[row].item():.6g} for sample {row}"
         raise LossesError(
             "a window whose transforms compare all samples is computed twice if it has several microbatches, and "
-            f"loss_fn must return the same losses both times; found {found} of a microbatch. Look for iterators, "
+            f"loss_fn must return the same losses both times; found {difference} of a microbatch. Look for iterators, "
             "files, clocks or other state that is not in Python variables; or use one microbatch per window."
         )
 

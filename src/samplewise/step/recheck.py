@@ -302,7 +302,7 @@ class Recheck:
         total = length(microbatch)
         with self._temporary_eval_mode(), Broadcasts(total or 0) as seen:
             self._losses(microbatch)
-        return None if seen.found is None else broadcast_cause(seen.found, total or 0)
+        return None if seen.operation is None else broadcast_cause(seen.operation, total or 0)
 
 
 class Broadcasts(TorchFunctionMode):
@@ -311,12 +311,12 @@ class Broadcasts(TorchFunctionMode):
     def __init__(self, samples: int):
         super().__init__()
         self.samples = samples
-        self.found: str | None = None
+        self.operation: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         shapes = {tuple(x.shape) for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
-        if {(self.samples, 1), (self.samples,)} <= shapes and self.found is None:
-            self.found = getattr(func, "__name__", str(func))
+        if {(self.samples, 1), (self.samples,)} <= shapes and self.operation is None:
+            self.operation = getattr(func, "__name__", str(func))
         return func(*args, **(kwargs or {}))
 
 

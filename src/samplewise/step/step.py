@@ -170,7 +170,7 @@ class Step(CheckedAttributes):
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
-        ranks = make_window_ranks(model, config, modules, optimizer)
+        ranks = make_window_ranks(model, config, modules, optimizer, self._begin_window)
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
@@ -211,8 +211,8 @@ class Step(CheckedAttributes):
         rule = getattr(optimizer, "rule", optimizer)
         parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
         names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
-        given = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
-        shown = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        settings = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
+        shown = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
         shown += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
         return f"Step({', '.join(names + shown)})"
 
@@ -425,12 +425,16 @@ class Step(CheckedAttributes):
                 "that it was initialized later. Initialize it before Step(...)."
             )
         config = replace(self.config, parallel="ddp")
-        ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer)
+        ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer, self._begin_window)
         ranks.check_optimizer(self._evaluator.trained, self.optimizer)
         config.policy.attach(self._evaluator.modules, self.optimizer, ranks.strategy.sharded, config.precision)
         self._windows.attach(ranks)
         self._applier.ranks = ranks
         self._updates = self._make_updates()
+
+    def _begin_window(self) -> None:
+        """Begin the window before gradients of other ranks are added to `.grad`."""
+        self._windows.begin()
 
     @property
     def _sharded(self) -> bool:

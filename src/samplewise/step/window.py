@@ -117,8 +117,8 @@ class Counters:
     def load(self, state: dict[str, int]) -> None:
         """Set the counters in place: other objects refer to them."""
         loaded = Counters(**state)
-        for each in fields(self):
-            setattr(self, each.name, getattr(loaded, each.name))
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(loaded, counter.name))
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def restored(config: StepConfig, parts: dict[str, Any], failure: list[str], colu
     if not parts:  # other ranks may have samples
         return Window(config, restored=True)
     stats = SampleStats(**{SAVED[name]: values for name, values in parts.items()})
-    recorded = [BatchColumns(**each) for each in columns]
-    window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=recorded)
+    batch_columns = [BatchColumns(**column) for column in columns]
+    window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=batch_columns)
     if failure:
         kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
         window.failure = kinds[failure[0]](failure[1])

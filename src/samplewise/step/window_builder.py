@@ -69,12 +69,6 @@ class WindowBuilder:
         self._buffers = buffers
         self._chain = config.transforms  # those of the accumulator
         self._accumulator = self.make_accumulator()
-        ranks.strategy.before_sums = self._begin_for_others
-
-    def _begin_for_others(self) -> None:
-        """Begin the window before gradients of other ranks are added to `.grad`, if this rank has no samples yet."""
-        if not self.window.begun:
-            self._begin()
 
     def configure(self, config: StepConfig) -> None:
         """Use these settings from the next window on; `samples` and `tail` apply to the open window as well, and all of
@@ -117,8 +111,10 @@ class WindowBuilder:
     def fill(self, cursor: BatchCursor) -> Iterator[Window]:
         """Add the samples of a batch, and yield each window that they complete."""
         self.ranks.check_group()
-        if cursor.batch is None and self.config.policy.empty_updates:
-            yield self._empty_window()
+        if cursor.batch is None and self.config.policy.empty_updates:  # this rank adds no samples to the window
+            self._guard.enter()
+            self._is_complete(None, self.config.tail)
+            yield self._finish()
             return
         self.cursor = cursor
         while self.cursor is not None:
@@ -197,12 +193,6 @@ class WindowBuilder:
             self._leave()
         return None
 
-    def _empty_window(self) -> Window:
-        """Complete a window to which this rank adds no samples: an empty draw of a private step."""
-        self._guard.enter()
-        self._is_complete(None, self.config.tail)
-        return self._finish()
-
     def _add_next(self, cursor: BatchCursor, room: float) -> None:
         """Add the next microbatch, of at most `room` samples."""
         window = self.window
@@ -222,8 +212,8 @@ class WindowBuilder:
             last = size is not None and window.samples + size == window.share
         self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed), last)
         if samples is not None and window.samples > (window.share or 0):
-            found = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
-            raise BatchError(_UNCUT.format(samples=samples, found=found))
+            excess = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
+            raise BatchError(_UNCUT.format(samples=samples, found=excess))
 
     def _add(
         self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool = False, last: bool = False
@@ -234,10 +224,9 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         try:
-            first = window.samples == 0
+            first = not (window.parts or window.deferred)
             window.restored = False
-            if not window.begun:
-                self._begin()
+            self.begin()
             if self.checks.unsliced and size is not None and microbatch is not cursor.batch:
                 self.checks.compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
             if first and (SAMPLES in self.checks.pending or self.config.recheck):
@@ -269,9 +258,13 @@ class WindowBuilder:
         self.window.summing = ready is not None
         return self.evaluator.exchanging(ready)
 
-    def _begin(self) -> None:
-        """Prepare gradients and buffers for a new window."""
+    def begin(self) -> None:
+        """Prepare gradients and buffers for the window, if it is new. Also called on a rank without samples, before
+        gradients of other ranks are added to `.grad`.
+        """
         window = self.window
+        if window.begun:
+            return
         window.begun = True
         self.evaluator.seconds = 0.0
         if self.record_norms and not self._accumulator.knows_norms:
@@ -354,8 +347,7 @@ class WindowBuilder:
         """
         started = perf_counter()
         window = self.window
-        if not window.begun:
-            self._begin()  # a rank without samples in this window
+        self.begin()  # on a rank without samples in this window
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
             exact = window.sized and not self._accumulator.drops_samples
@@ -364,7 +356,7 @@ class WindowBuilder:
         if self.ranks.distributed:
             fingerprint = self._accumulator.fingerprint
             self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
-        self.config.policy.check_model()
+        self.config.policy.check_model()  # the last pass of the window is made
         samples = window.samples if window.totals is None else window.totals.samples
         if window.failure is None and window.config.transforms.samples.uses_positions:
             window.config.transforms.samples.check_positions(samples)
@@ -455,7 +447,7 @@ class WindowBuilder:
         columns = []
         if parts:
             sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
-            columns = [each.state_dict() for each in window.columns]
+            columns = [column.state_dict() for column in window.columns]
         if window.begun:
             self._leave()
         state = {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
