@@ -13,7 +13,7 @@ from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.constants import constants_of, difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import Auto, Microbatch, auto, bounded
-from samplewise.core.microbatch import Halving, MicrobatchSize
+from samplewise.core.microbatch import Halving, MicrobatchSize, memory_budget
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.arguments import check_attached, check_model
 from samplewise.engine.gradients import Gradients, gradients
@@ -59,7 +59,7 @@ class Scanner:
             )
         self._model = model
         self._loss_fn = as_loss_fn(loss_fn)
-        self._size = MicrobatchSize(size, model, share=4)
+        self._size = MicrobatchSize(size, memory_budget(size, model, share=4))
         self._strategy = strategy
         self._compared = False  # a slice was compared with its batch
 

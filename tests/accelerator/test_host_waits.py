@@ -279,7 +279,7 @@ def error_of(make, device, fused, options):
     step.run([batch(device=device)])
     for name, value in first.items():
         setattr(step, name, value)
-    step._windows._unchecked_transforms = False  # as in later updates
+    step._windows.checks.pending.clear()  # as in later updates
     before = [p.detach().cpu().clone() for p in step.model.parameters()]
     counters = vars(step.counters).copy()
     with pytest.raises(sw.SamplewiseError) as found:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import samplewise as sw
 from samplewise.errors import PrivacyError
 from samplewise.parallel.group import current_group
-from samplewise.privacy.mechanism import Mechanism
+from samplewise.privacy.private_update import PrivateUpdate
 from samplewise.privacy.streams import stream
 
 pytest.importorskip("dp_accounting")
@@ -59,7 +59,7 @@ def run(kind="flat", how="plain", bad=(), **options):
         for _ in step.over(loader):
             pass
     (zeroed,) = current_group().all_reduce_scalars(step.privacy.zeroed)
-    return flat(model), step.privacy.spent(), step.config.privacy.sensitivity, zeroed
+    return flat(model), step.privacy.spent(), step.config.policy.sensitivity, zeroed
 
 
 def assert_same(found, expected):
@@ -133,12 +133,12 @@ def test_collective_passes_stop_at_samples_that_are_not_finite(two, how, kind):
 
 def noise_of_one_update(how, mutated=False):
     """Sum of an update of an empty draw: only noise. `mutated`: noise that each rank divides by the number of ranks."""
-    exact = Mechanism._noise_std
+    exact = PrivateUpdate._noise_std
 
     def wrong(self):
         return exact(self) / current_group().size
 
-    with mock.patch.object(Mechanism, "_noise_std", wrong if mutated else exact):
+    with mock.patch.object(PrivateUpdate, "_noise_std", wrong if mutated else exact):
         model, parallel = wrapped(net(), how)
         privacy = plan(sample_rate=1e-9, divide_by=1.0)
         loader = privacy.loader(dataset())
@@ -237,10 +237,10 @@ def sum_of(how, left_out=None):
         return model(batch[0].flatten(0, 1)).unflatten(0, (-1, TOKENS)).sum((1, 2))  # FSDP2 warns about views
 
     step = sw.Step(model, optimizer, losses, privacy=privacy, parallel=parallel, microbatch=None)
-    step.config.privacy._noise_std = lambda: 0.0
+    step.config.policy._noise_std = lambda: 0.0
     before = flat(getattr(model, "module", model)).clone()
     next(iter(step.over(loader)))
-    return before - flat(getattr(model, "module", model)), step.config.privacy.sensitivity
+    return before - flat(getattr(model, "module", model)), step.config.policy.sensitivity
 
 
 @pytest.mark.parametrize("how", ["plain", "ddp", "sharded"])

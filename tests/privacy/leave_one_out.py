@@ -39,11 +39,13 @@ def released(model, losses, columns, transforms=(), microbatch=None, users=None,
     settings = {"transforms": transforms, "microbatch": microbatch, "precision": precision}
     step = sw.Step(model, optimizer, losses, privacy=privacy, **settings)
     sums = []
-    step.config.privacy._noise_std = lambda: 0.0
-    step.config.privacy.release = lambda gradients: sums.extend(g.detach().double().flatten() for g in gradients)
+    step.config.policy._noise_std = lambda: 0.0
+    step.config.policy.before_apply = lambda trained: sums.extend(
+        g.detach().double().flatten() for g in trained.gradients()
+    )
     for _ in step.over(loader):
         pass
-    return torch.cat(sums), step.config.privacy.sensitivity
+    return torch.cat(sums), step.config.policy.sensitivity
 
 
 def moved(make, losses, columns, left_out, users=None, **options):

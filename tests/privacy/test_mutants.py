@@ -16,8 +16,8 @@ import torch
 from private_runs import SAMPLES, assert_same, by_hand, make, plan, train
 from test_sensitivity import CHAINS, assert_bounded
 
-from samplewise.privacy import mechanism
-from samplewise.privacy.mechanism import Mechanism
+from samplewise.privacy import private_update
+from samplewise.privacy.private_update import PrivateUpdate
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.privacy.streams import stream
 from samplewise.step.apply import UpdateApplier
@@ -86,24 +86,24 @@ def test_the_distribution_of_draws():
 
 
 def no_clip(patch):
-    exact = Mechanism._clip
+    exact = PrivateUpdate._clip
 
     def mutant(self):
         return replace(exact(self), answer=lambda stats: torch.ones_like(stats.losses))
 
-    patch.setattr(Mechanism, "_clip", mutant)
+    patch.setattr(PrivateUpdate, "_clip", mutant)
 
 
 def less_noise(patch):
-    exact = Mechanism._noise_std
-    patch.setattr(Mechanism, "_noise_std", lambda self: exact(self) / math.sqrt(2))
+    exact = PrivateUpdate._noise_std
+    patch.setattr(PrivateUpdate, "_noise_std", lambda self: exact(self) / math.sqrt(2))
 
 
 def actual_count(patch):
     exact = UpdateApplier.divide
 
     def mutant(self, window):
-        divisor = self.config.privacy.plan._divisor
+        divisor = self.config.policy.plan._divisor
         before = divisor.value
         divisor.value = max(1, window.samples)
         exact(self, window)
@@ -126,7 +126,7 @@ def reused_noise(patch):
     def mutant(secret, purpose, branch, number, secure=False):
         return stream(secret, purpose, branch, 0, secure)
 
-    patch.setattr(mechanism, "stream", mutant)
+    patch.setattr(private_update, "stream", mutant)
 
 
 MUTANTS = [

@@ -451,4 +451,4 @@ def test_noise_of_complex_parameters():
     before = model.extra.detach().clone()
     train(step, loader)
     noise = torch.view_as_real(before - model.extra.detach())
-    assert noise.std(0).tolist() == pytest.approx([step.config.privacy._noise_std()] * 2, rel=0.05)
+    assert noise.std(0).tolist() == pytest.approx([step.config.policy._noise_std()] * 2, rel=0.05)

@@ -192,7 +192,7 @@ def test_parameters_that_are_unfrozen_later_count_for_the_sensitivity(options):
     train(step, loader, 1)
     model[0].requires_grad_(True)
     train(step, loader, 1)
-    assert step.config.privacy.sensitivity == pytest.approx(0.5 * (2 if options else 1))
+    assert step.config.policy.sensitivity == pytest.approx(0.5 * (2 if options else 1))
 
 
 class Dicts(Dataset):
@@ -331,15 +331,15 @@ def test_all_weights_may_be_zero():
 def test_an_adaptive_bound_approaches_the_quantile():
     privacy = plan(adaptive=0.5, clip=20.0, sample_rate=0.9, updates=60)
     model, loader, step = make(privacy, lr=1e-4)
-    assert step.config.privacy._gradient_noise_multiplier() > privacy.noise_multiplier
+    assert step.config.policy._gradient_noise_multiplier() > privacy.noise_multiplier
     train(step, loader)
     norms = sw.gradients(loss_fn(model, data()), model).norms()
     low, high = norms.quantile(0.25), norms.quantile(0.75)
-    assert low < step.config.privacy.sensitivity < high
-    assert step.config.privacy._noise_std() == pytest.approx(
-        step.config.privacy._gradient_noise_multiplier() * step.config.privacy.sensitivity
+    assert low < step.config.policy.sensitivity < high
+    assert step.config.policy._noise_std() == pytest.approx(
+        step.config.policy._gradient_noise_multiplier() * step.config.policy.sensitivity
     )
-    pays = 1 / step.config.privacy._gradient_noise_multiplier() ** 2 + 1 / (2 * step.config.privacy._count_noise()) ** 2
+    pays = 1 / step.config.policy._gradient_noise_multiplier() ** 2 + 1 / (2 * step.config.policy._count_noise()) ** 2
     assert pays == pytest.approx(1 / privacy.noise_multiplier**2)
 
 

@@ -321,8 +321,8 @@ def test_branches_have_other_draws_and_noise():
     noises = []
     for branch in (0, 1):
         state.branch = branch
-        step.config.privacy._begin_update()
-        noises.append(step.config.privacy._stream.normal((100,), torch.float64))
+        step.config.policy._pay()
+        noises.append(step.config.policy._stream.normal((100,), torch.float64))
     assert (noises[0] - noises[1]).abs().min() > 0
     assert abs(torch.corrcoef(torch.stack(noises))[0, 1]) < 0.4
 

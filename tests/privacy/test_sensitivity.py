@@ -103,11 +103,11 @@ def sum_of(rows, options, transforms, users=None, microbatch=None):
     loader = privacy.loader(TensorDataset(torch.tensor(rows, dtype=torch.float64)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = sw.Step(model, optimizer, losses, privacy=privacy, transforms=transforms, microbatch=microbatch)
-    step.config.privacy._noise_std = lambda: 0.0
+    step.config.policy._noise_std = lambda: 0.0
     before = torch.cat([p.detach().clone() for p in model.parameters()])
     for _ in step.over(loader):
         pass
-    return before - torch.cat([p.detach() for p in model.parameters()]), step.config.privacy.sensitivity
+    return before - torch.cat([p.detach() for p in model.parameters()]), step.config.policy.sensitivity
 
 
 NUMBERS = st.one_of(

@@ -14,30 +14,41 @@ from samplewise.core.devices import empty_cache
 from samplewise.core.memory import Auto, free_memory, is_out_of_memory
 
 
+def memory_budget(microbatch: int | Auto | None, model: nn.Module, share: int) -> int | None:
+    """Bytes of saved activations for an automatic size, by default the free memory divided by `share`; None for other
+    sizes: no limit.
+    """
+    if not isinstance(microbatch, Auto):
+        return None
+    return microbatch.memory or free_memory(model) // share
+
+
 class MicrobatchSize:
     """Microbatch size of a step or of a pass over a dataset. `size`: samples per microbatch; None: as they arrive.
     `budget`: bytes of saved activations; None: no limit.
 
-    microbatch: a size, or `Auto`, whose default budget is the free memory divided by `share`
     length: number of samples of a batch that may be sliced; None if it may not
+    save: called with microbatches before `retry` computes with them; returns a function that undoes what it changes
+    compare: called with a batch and the rows of its first slice, when the batch is cut because memory runs out
     """
 
     def __init__(
         self,
         microbatch: int | Auto | None,
-        model: nn.Module,
-        share: int,
+        budget: int | None,
         length: Callable[[Any], int | None] = length,
+        save: Callable[[Sequence[Any]], Callable[[], None]] | None = None,
+        compare: Callable[[Any, int, int], None] | None = None,
     ):
         self.size = microbatch if isinstance(microbatch, int) else None
         self.automatic = isinstance(microbatch, Auto)
-        self.budget: int | None = None
-        self._measured = 0  # budget by the memory that is free in this process; 0 if it is given
-        if isinstance(microbatch, Auto):
-            self._measured = 0 if microbatch.memory else free_memory(model) // share
-            self.budget = microbatch.memory or self._measured
+        self.budget = budget
         self._length = length
-        self.compare: Callable[[Any, int, int], None] = _compare_nothing  # called with a batch and rows to slice
+        self._save = save
+        self._compare = compare
+        self._measured = 0  # budget by the memory that is free in this process; 0 if the user has set it
+        if isinstance(microbatch, Auto) and not microbatch.memory:
+            self._measured = budget or 0
 
     def load(self, size: int | None, budget: int | None) -> None:
         """Continue with the size and the budget of a checkpoint, if the size is automatic, so that microbatches are cut
@@ -48,20 +59,15 @@ class MicrobatchSize:
             if budget is not None and budget <= 2 * self._measured:
                 self.budget = budget
 
-    def retry(
-        self,
-        save: Callable[[Sequence[Any]], Callable[[], None]],
-        compute: Callable[[Sequence[Any]], Any],
-        microbatches: Sequence[Any],
-    ) -> Any:
+    def retry(self, compute: Callable[[Sequence[Any]], Any], microbatches: Sequence[Any]) -> Any:
         """Return compute(microbatches); with an automatic size, retry with smaller microbatches when memory runs out. A
-        failed attempt is undone: save(microbatches) saves what `compute` changes, and returns a function that restores
-        it.
+        failed attempt is undone.
         """
         whole = microbatches
         while self.automatic:
+            assert self._save is not None
             largest = max((self._length(microbatch) or 1 for microbatch in microbatches), default=1)
-            with Halving(self, save(microbatches), largest):
+            with Halving(self, self._save(microbatches), largest):
                 return compute(microbatches)
             microbatches = self._slices(whole)
         return compute(microbatches)
@@ -75,7 +81,8 @@ class MicrobatchSize:
             if total <= self.size:
                 slices.append(microbatch)
             else:
-                self.compare(microbatch, 0, self.size)
+                if self._compare is not None:
+                    self._compare(microbatch, 0, self.size)
                 starts = range(0, total, self.size)
                 slices += [cut(microbatch, start, min(start + self.size, total)) for start in starts]
         return slices
@@ -106,7 +113,3 @@ class Halving(AbstractContextManager[None, bool]):
             ) from error
         self.size.size = (self.samples + 1) // 2
         return True
-
-
-def _compare_nothing(batch: Any, start: int, stop: int) -> None:
-    """Comparison of a slice with its batch: there is none."""

@@ -93,8 +93,9 @@ class FSDPStrategy(ParallelStrategy):
 
     sharded = True
 
-    def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], before_sums: Callable[[], None]):
         self.model = model
+        self._before_sums = before_sums
         self.modules = modules
         self._parameters = sharded_parameters(model)
         groups = list(parameter_groups(model))
@@ -162,8 +163,7 @@ class FSDPStrategy(ParallelStrategy):
 
     def serve(self, kind: int) -> None:
         """Prepare `.grad` for gradients of another rank, which begins a pass."""
-        if self.before_sums is not None:
-            self.before_sums()
+        self._before_sums()
 
     # --- gradients -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ FSDPStrategy            every rank has a shard of each parameter (fsdp.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -66,9 +66,15 @@ def strategy_name(model: nn.Module, parallel: Parallel) -> str:
 
 
 def resolve_strategy(
-    model: nn.Module, parallel: Parallel, modules: Sequence[nn.Module], optimizer: Any
+    model: nn.Module,
+    parallel: Parallel,
+    modules: Sequence[nn.Module],
+    optimizer: Any,
+    before_sums: Callable[[], None],
 ) -> ParallelStrategy:
-    """Strategy object for this model. "fsdp" shards the model and replaces the optimizer's parameters by shards."""
+    """Strategy object for this model. "fsdp" shards the model and replaces the optimizer's parameters by shards.
+    `before_sums`: called before gradients of other ranks are added to `.grad`.
+    """
     name = strategy_name(model, parallel)
     if (name, parallel) == ("sharded", "ddp") or (name == "DistributedDataParallel" and parallel not in (None, "ddp")):
         found = "a model that fully_shard has sharded" if name == "sharded" else "a DistributedDataParallel"
@@ -77,7 +83,7 @@ def resolve_strategy(
             "Leave out `parallel`, or pass the plain model."
         )
     if is_sharded(model):
-        return FSDPStrategy(model, modules)
+        return FSDPStrategy(model, modules, before_sums)
     group = current_group()
     if not group.distributed:
         return SingleProcessStrategy()
@@ -90,4 +96,4 @@ def resolve_strategy(
     if wrapped is not None or parallel == "ddp":
         return DDPStrategy(wrapped, modules)
     shard(model, modules, (parallel if isinstance(parallel, FSDPConfig) else fsdp()).policy, optimizer)
-    return FSDPStrategy(model, modules)
+    return FSDPStrategy(model, modules, before_sums)

@@ -31,7 +31,6 @@ class ParallelStrategy(ABC):
 
     sharded: bool  # True if each rank holds a shard of the gradients
     copies = 1  # number of ranks that hold the same shard
-    before_sums: Callable[[], None] | None = None  # called before gradients of other ranks are added to `.grad`
     overlap: Overlap | None = None  # buckets that are summed during a backward pass; None: the strategy has none
 
     @property

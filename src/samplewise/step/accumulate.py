@@ -33,6 +33,9 @@ class Accumulator(ABC):
     needs_window: all microbatches of a window must be passed in one call.
     knows_norms: the norm of every sample's gradient is computed.
     exchanges: `add` contains collectives, so that one rank alone cannot repeat it.
+    checks_at_once: `add` raises for a non-finite value itself, or checks none.
+    drops_samples: `add` may leave out samples, and returns no results for them.
+    divided: the last call of `add` has added a mean instead of a sum.
     first_stats: if set to a list, the first two per-sample results that the transforms of each stage get are added to
     it.
     """
@@ -40,6 +43,9 @@ class Accumulator(ABC):
     needs_window = False
     knows_norms = False
     exchanges = False
+    checks_at_once = False
+    drops_samples = False
+    divided = False
     first_stats: list[tuple[Stage, SampleStats]] | None = None
 
     @abstractmethod
@@ -51,9 +57,11 @@ class Accumulator(ABC):
         """Compute the directions of references, which may draw random numbers, before the first pass."""
 
     @abstractmethod
-    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         """Accumulate the gradients of these microbatches; the first one begins at sample `start` of the window. With
-        `exchanges`, there may be none on this rank.
+        `exchanges`, there may be none on this rank. `divide`: there is one, the whole window, and its sum may be
+        divided at once, which saves a pass over the gradients: see `divided`. In half precision it is not, where 1/B
+        would not be exact.
         """
 
     def fingerprint(self) -> list[float] | None:
@@ -66,6 +74,8 @@ class Accumulator(ABC):
 class PlainAccumulator(Accumulator):
     """Accumulation without per-sample quantities: one ordinary backward pass per microbatch."""
 
+    checks_at_once = True
+
     def __init__(self, evaluator: LossEvaluator):
         self.evaluator = evaluator
 
@@ -75,26 +85,18 @@ class PlainAccumulator(Accumulator):
     def compute_directions(self) -> None:
         """Do nothing: there are no references."""
 
-    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         parts: list[SampleStats] = []
         for microbatch in microbatches:
             losses, counts = self.evaluator.losses(microbatch)
-            self.evaluator.add_sum(losses)
-            parts.append(SampleStats(losses.detach(), counts, columns=self.evaluator.columns))
+            stats = SampleStats(losses.detach(), counts, columns=self.evaluator.columns)
+            self.divided = divide and losses.dtype in EXACT
+            if self.divided:
+                self.evaluator.add_mean(losses, stats.count_sum)
+            else:
+                self.evaluator.add_sum(losses)
+            parts.append(stats)
         return parts
-
-    def add_mean(self, microbatch: Any) -> tuple[SampleStats, bool]:
-        """Accumulate a microbatch that is the whole window, already divided by its counts, which saves a pass over the
-        gradients. Also returns whether they were divided: not in half precision, where 1/B would not be exact.
-        """
-        losses, counts = self.evaluator.losses(microbatch)
-        stats = SampleStats(losses.detach(), counts, columns=self.evaluator.columns)
-        exact = losses.dtype in EXACT
-        if exact:
-            self.evaluator.add_mean(losses, stats.count_sum)
-        else:
-            self.evaluator.add_sum(losses)
-        return stats, exact
 
 
 class PerSampleAccumulator(Accumulator):
@@ -216,7 +218,7 @@ class PerSampleAccumulator(Accumulator):
 class WeightedAccumulator(PerSampleAccumulator):
     """Accumulates each sample's gradient times its coefficient."""
 
-    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         if self.exchanges:
             return self._over_ranks(microbatches)
         if self.needs_window and len(microbatches) > 1:
@@ -225,22 +227,17 @@ class WeightedAccumulator(PerSampleAccumulator):
         for microbatch in microbatches:
             losses, g, stats = self.stats_of(microbatch, start)
             (stats,) = self.chain.samples.weigh([stats])
-            self._sum(microbatch, losses, g, stats.coefficients)
+            coefficients = stats.coefficients
+            # Coefficients are divided by the number of samples only, not by counts.
+            countable = stats.counts is None and stats.shares is None and losses.dtype in EXACT
+            self.divided = False
+            if divide and countable and isinstance(coefficients, Tensor):
+                coefficients = coefficients / losses.shape[0]
+                self.divided = True
+            self._sum(microbatch, losses, g, coefficients)
             parts.append(stats.result())
             start += len(losses)
         return parts
-
-    def add_mean(self, microbatch: Any) -> tuple[SampleStats, bool]:
-        """As `PlainAccumulator.add_mean`. Divides only by the number of samples, not by counts."""
-        losses, g, stats = self.stats_of(microbatch, 0)
-        (stats,) = self.chain.samples.weigh([stats])
-        coefficients = stats.coefficients
-        countable = stats.counts is None and stats.shares is None and losses.dtype in EXACT
-        if countable and isinstance(coefficients, Tensor):
-            self._sum(microbatch, losses, g, coefficients / losses.shape[0])
-            return stats.result(), True
-        self._sum(microbatch, losses, g, coefficients)
-        return stats.result(), False
 
     def _sum(self, microbatch: Any, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
         """Accumulate Σ c·g. One coefficient per sample needs only an ordinary backward pass."""
@@ -276,17 +273,13 @@ class WeightedAccumulator(PerSampleAccumulator):
             parts = [stats]
         else:
             restore = self.evaluator.saved_state(microbatches)
-            microbatches, parts = self.size.retry(
-                self.evaluator.saved_state_and_sums, lambda some: (some, self.all_stats(some, 0)), microbatches
-            )
+            microbatches, parts = self.size.retry(lambda some: (some, self.all_stats(some, 0)), microbatches)
         weighed = self.ranks.weigh(self.chain.samples, self._positioned(parts))
         if graph is not None:
             self._sum(microbatches[0], *graph, weighed[0].coefficients)
         elif restore is not None:
             restore()
-            self.size.retry(
-                self.evaluator.saved_state_and_sums, lambda some: self._sum_all(some, weighed), microbatches
-            )
+            self.size.retry(lambda some: self._sum_all(some, weighed), microbatches)
         return [stats.result() for stats in weighed]
 
     def _positioned(self, parts: Sequence[SampleStats]) -> list[SampleStats]:
@@ -294,7 +287,7 @@ class WeightedAccumulator(PerSampleAccumulator):
         self.ranks.sums()
         sizes = [len(stats) for stats in parts]
         positions = self.ranks.positions(sum(sizes)).split(sizes)
-        return [replace(stats, positions=own) for stats, own in zip(parts, positions, strict=True)]
+        return [replace(stats, positions=places) for stats, places in zip(parts, positions, strict=True)]
 
     def _sum_all(self, microbatches: Sequence[Any], weighed: Sequence[SampleStats]) -> None:
         """Accumulate all microbatches; their sizes may differ from those of `weighed` after running out of memory."""
@@ -306,8 +299,8 @@ class WeightedAccumulator(PerSampleAccumulator):
             stop = start + len(losses)
             if window is not None:
                 self.evaluator.check_repeated(losses, window.losses[start:stop])
-            own = None if coefficients is None else rows_of(coefficients, slice(start, stop))
-            self._sum(microbatch, losses, None, own)
+            rows = None if coefficients is None else rows_of(coefficients, slice(start, stop))
+            self._sum(microbatch, losses, None, rows)
             start = stop
 
 

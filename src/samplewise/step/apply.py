@@ -57,7 +57,7 @@ class UpdateApplier:
         self.counters = counters
         self._buffers = buffers
         self._checks = config.checks_finite
-        self._hidden = config.hides_samples
+        self._policy = config.policy
         self._undecided: UndecidedUpdate | None = None
         # The loss scale of the next forward pass depends on the outcome, which must then be known at once.
         can_flag = supports_flag(optimizer) and supports_undo(scheduler)
@@ -76,13 +76,11 @@ class UpdateApplier:
             self._buffers.restore_unless(outcome.flag.finite)
         counters = self.counters
         samples = window.samples if window.totals is None else window.totals.samples
-        if self.config.privacy is not None:
-            self.config.privacy.end_update(window.parts)
-        update = Update(
-            counters.updates, samples, outcome, window.parts, window.columns, window.totals, hidden=self._hidden
-        )
+        self._policy.after_apply(window.parts)
+        hidden = not self._policy.visible
+        update = Update(counters.updates, samples, outcome, window.parts, window.columns, window.totals, hidden=hidden)
         counters.samples += samples - window.samples  # those of other ranks; this rank's are counted already
-        if self._hidden:  # sizes of draws are private, also in checkpoints
+        if hidden:  # sizes of draws are private, also in checkpoints
             counters.samples = 0
             counters.microbatches = 0
         if outcome.skipped:
@@ -132,7 +130,7 @@ class UpdateApplier:
         self.divide(window)
         unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
         flags = self.flags and window.totals is None
-        others = self._other_values(unchecked, window.checks) if self._checks else []
+        others = self._other_values(unchecked, window) if self._checks else []
         norms = self._norms(others) if self._checks else None
         flag = None
         if norms is not None and flags:
@@ -208,17 +206,11 @@ class UpdateApplier:
             scale = 1.0
             for transform in on_sum:
                 self.ranks.transform_sum(transform, self.trained)
-        if self.config.privacy is not None:
-            self.config.privacy.release(self.trained.gradients())
+        self._policy.before_apply(self.trained)
         if window.divided and scale == 1:
             return
-        divisor: Tensor | float = 1
-        constant = window.config.transforms.divisor
-        if constant is not None:
-            assert constant.value is not None
-            divisor = constant.value
-        elif not window.divided:
-            divisor = denominator(window.parts) if window.totals is None else window.totals.denominators
+        total = None if window.totals is None else window.totals.denominators
+        divisor = 1 if window.divided else self._policy.divisor(window.parts, total)
         gradients = self.trained.gradients()
         if gradients:
             torch._foreach_div_(gradients, divisor * scale)
@@ -233,11 +225,11 @@ class UpdateApplier:
         strategy = self.ranks.strategy
         return GradNorms(self.trained.gradients(), others, strategy.sharded, strategy.copies)
 
-    def _other_values(self, parts: Sequence[SampleStats], checks: DeferredChecks) -> list[Tensor]:
-        """Values besides the gradients that must be finite: losses, those of `checks`, and values that are infinite if
-        the denominator is not positive and finite, or a count is negative.
+    def _other_values(self, parts: Sequence[SampleStats], window: Window) -> list[Tensor]:
+        """Values besides the gradients that must be finite: losses, those of deferred checks, and values that are
+        infinite if the denominator is not positive and finite, or a count is negative.
         """
-        others = checks.values
+        others = window.checks.values if window.collects else []
         counted = False
         for part in parts:
             others.append(part.losses)

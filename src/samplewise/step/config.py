@@ -11,18 +11,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.core.memory import Auto, auto
-from samplewise.errors import NonFiniteGradientError, PrivacyError
+from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.strategy import Parallel
-from samplewise.privacy.mechanism import Mechanism
-from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES, Precision
 from samplewise.step.functional_optim import GradientDescent
+from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
 from samplewise.transforms.chain import Chain, as_chain
 
 Tail = Literal["update", "drop", "carry"]
-NonFinitePolicy = Literal["raise", "skip", "ignore"]
 Interaction = Literal["refuse", "allow"]
-ZERO = "zero"  # policy of private steps: a sample that is not finite contributes nothing
 RECORDABLE = frozenset({"norms"})
 
 
@@ -34,7 +31,7 @@ class StepConfig:
     tail: Tail = "update"
     transforms: Chain = field(default_factory=lambda: as_chain(()))
     max_grad_norm: float | None = None
-    on_nonfinite: NonFinitePolicy | None = None
+    on_nonfinite: str | None = None
     recheck: int | Literal[False] | None = None
     microbatch: int | Auto | None = None
     precision: Precision | None = None
@@ -42,21 +39,20 @@ class StepConfig:
     parallel: Parallel = None
     record: frozenset[str] = frozenset()
     interacting: Interaction = "refuse"
-    privacy: Mechanism | None = None
+    policy: UpdatePolicy = field(default_factory=OrdinaryUpdate)
 
     def __post_init__(self) -> None:
-        if self.privacy is not None:
-            self._check_privacy()
-        elif self.on_nonfinite is None:
-            object.__setattr__(self, "on_nonfinite", "raise")
+        self.policy.check_settings(vars(self))
+        policies = self.policy.nonfinite_policies
+        if self.on_nonfinite is None:
+            object.__setattr__(self, "on_nonfinite", policies[0])
         if not (self.samples is None or (type(self.samples) is int and self.samples > 0)):
             raise ValueError(
                 f"samples must be a positive integer, or None for one update per batch; found {self.samples!r}."
             )
         if self.tail not in get_args(Tail):
             raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}; found {self.tail!r}.")
-        policies = get_args(NonFinitePolicy)
-        if self.on_nonfinite not in policies and self.privacy is None:
+        if self.on_nonfinite not in policies:
             raise ValueError(f"on_nonfinite must be one of {', '.join(policies)}; found {self.on_nonfinite!r}.")
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
@@ -79,43 +75,10 @@ class StepConfig:
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; found {self.compile!r}.")
 
-    def _check_privacy(self) -> None:
-        """Raise PrivacyError for settings that would void the guarantee."""
-        assert self.privacy is not None
-        given = {
-            "samples": (self.samples, None, "an update is one draw of privacy.loader"),
-            "tail": (self.tail, "update", "an update is one draw of privacy.loader"),
-            "interacting": (self.interacting, "refuse", "the norm of one sample's gradient must not depend on others"),
-            "on_nonfinite": (self.on_nonfinite, (None, ZERO), "a sample that is not finite contributes nothing"),
-        }
-        for name, (found, allowed, reason) in given.items():
-            if found not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-                raise PrivacyError(f"{name} must have its default with privacy=, because {reason}; found {found!r}.")
-        if self.precision == "16-mixed":
-            raise PrivacyError(
-                "precision must not scale the loss with privacy=, because whether it overflows depends on single "
-                "samples; found '16-mixed'. Use 'bf16-mixed'."
-            )
-        if self.recheck is False:
-            raise PrivacyError(
-                "recheck must not be False with privacy=, because it finds samples that interact; found False. Leave "
-                "it out."
-            )
-        if self.record and not self.privacy.plan.observe:
-            raise PrivacyError(
-                "record must be empty with privacy=, because norms of single samples are not covered by the guarantee; "
-                f"found {', '.join(self.record)}. Leave it out, or pass sw.Privacy(observe=True)."
-            )
-        if isinstance(self.microbatch, Auto) and self.privacy.plan.users is not None:
-            raise PrivacyError(
-                "microbatch must be a number or None with users= of sw.Privacy; found an automatic size."
-            )
-        object.__setattr__(self, "on_nonfinite", ZERO)
-
     @property
     def hides_samples(self) -> bool:
         """True if losses, norms and numbers of samples must not be shown."""
-        return self.privacy is not None and not self.privacy.plan.observe
+        return not self.policy.visible
 
     @property
     def checks_finite(self) -> bool:
@@ -141,38 +104,29 @@ class StepConfig:
             "on_nonfinite": self.on_nonfinite,
             "compile": self.compile,
             "interacting": self.interacting,
-            **({} if self.privacy is None else {"privacy": self.privacy.plan}),
+            **self.policy.settings(),
         }
 
 
-def as_microbatch(given: Any) -> Any:
+def as_microbatch(microbatch: Any) -> Any:
     """The `microbatch` argument; "auto" becomes auto()."""
-    return auto() if isinstance(given, str) and given == "auto" else given
+    return auto() if isinstance(microbatch, str) and microbatch == "auto" else microbatch
 
 
 def as_record(names: Any) -> frozenset[str]:
     """The `record` argument, a collection of names or a single name, as a set of names."""
-    given = {names} if isinstance(names, str) else names
-    if not isinstance(given, Collection) or not RECORDABLE.issuperset(given):
+    record = {names} if isinstance(names, str) else names
+    if not isinstance(record, Collection) or not RECORDABLE.issuperset(record):
         raise ValueError(f"record must be 'norms', or a collection with this name; found {names!r}.")
-    return frozenset(given)
+    return frozenset(record)
 
 
 def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
     """Raise TypeError if the arguments of `Step` are in another order."""
-    found = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
+    types = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
     swapped = isinstance(loss_fn, (Optimizer, GradientDescent)) and not isinstance(optimizer, Optimizer)
     if not isinstance(model, nn.Module) or swapped:
-        raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {found}.")
-
-
-def check_privacy(privacy: Any) -> Privacy:
-    """The `privacy` argument of `Step`; raises TypeError unless it is a Privacy."""
-    if not isinstance(privacy, Privacy):
-        raise TypeError(
-            f"privacy must be a sw.Privacy; found {type(privacy).__name__}. Write sw.Privacy(epsilon=3.0, ...)."
-        )
-    return privacy
+        raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {types}.")
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:

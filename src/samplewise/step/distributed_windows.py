@@ -51,10 +51,10 @@ class DistributedWindows(WindowRanks):
 
     distributed = True
 
-    def __init__(self, strategy: ParallelStrategy, private: bool = False) -> None:
-        """private: a window without samples is an update too, while all loaders go on."""
+    def __init__(self, strategy: ParallelStrategy, empty_updates: bool = False) -> None:
+        """empty_updates: a window without samples is an update too, while all loaders go on."""
         group = current_group()
-        self._private = private
+        self._empty_updates = empty_updates
         self.rank = group.rank
         self.size = group.size
         self.strategy = strategy
@@ -75,7 +75,10 @@ class DistributedWindows(WindowRanks):
         group = current_group()
         kind = type(optimizer).__name__
         names = list(trained.named)
-        options = [{k: str(v) for k, v in each.items() if isinstance(v, PLAIN)} for each in optimizer.param_groups]
+        options = [
+            {k: str(v) for k, v in param_group.items() if isinstance(v, PLAIN)}
+            for param_group in optimizer.param_groups
+        ]
         group.barrier()
         if not group.all_equal((kind, names, options)):
             raise DistributedError(
@@ -136,31 +139,31 @@ class DistributedWindows(WindowRanks):
         window.totals = totals if complete or tail == "drop" else None
         return complete
 
-    def _is_complete(self, found: float, ended: float, samples: int | None, tail: str) -> bool:
-        """`found`: number of samples of all ranks; `ended`: number of ended loaders."""
-        if self._private and ended == 0:
+    def _is_complete(self, total: float, ended: float, samples: int | None, tail: str) -> bool:
+        """`total`: number of samples of all ranks; `ended`: number of ended loaders."""
+        if self._empty_updates and ended == 0:
             return True
-        missing = 0 if samples is None else samples - found
-        return found > 0 and (missing <= 0 or (ended == self.size and tail == "update"))
+        missing = 0 if samples is None else samples - total
+        return total > 0 and (missing <= 0 or (ended == self.size and tail == "update"))
 
     def begin_exchange(
-        self, window: Window, found: int, samples: int | None, tail: str, ended: bool = False
+        self, window: Window, expected: int, samples: int | None, tail: str, ended: bool = False
     ) -> Callable[[Tensor], None] | None:
         overlap = self.strategy.overlap
         if overlap is None:
             return None
 
-        def decide(skips: float, found: float, ended: float) -> bool:
-            return not skips and self._is_complete(found, ended, samples, tail)
+        def decide(skips: float, total: float, ended: float) -> bool:
+            return not skips and self._is_complete(total, ended, samples, tail)
 
-        overlap.ask(window.failure is not None, found, ended, decide)
+        overlap.ask(window.failure is not None, expected, ended, decide)
         return overlap.ready
 
     def _totals(self, window: Window, ended: bool = False) -> WindowTotals:
-        known = [] if window.failure is not None else window.parts
-        losses = cat([part.losses for part in known]).double().sum() if known else 0.0
-        invalid = any(problem_of_counts([part]) is not None for part in known)
-        sums = (losses, total_count(known), denominator(known))
+        parts = [] if window.failure is not None else window.parts
+        losses = cat([part.losses for part in parts]).double().sum() if parts else 0.0
+        invalid = any(problem_of_counts([part]) is not None for part in parts)
+        sums = (losses, total_count(parts), denominator(parts))
         skips, samples, ended_ranks, *rest = current_group().all_reduce_scalars(
             window.failure is not None, window.samples, ended, *sums, invalid
         )
@@ -194,13 +197,13 @@ class DistributedWindows(WindowRanks):
         if totals.skips:
             return window.failure or _nonfinite_elsewhere()
         if isfinite(totals.losses) and not totals.invalid:
-            if self._private or 0 < totals.denominators < inf:
+            if self._empty_updates or 0 < totals.denominators < inf:
                 return None
             return NonFiniteLossError(NO_DENOMINATOR.format(total=totals.denominators))
-        mine = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
+        problem = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
         if not may_skip:
-            current_group().barrier(mine)
-        return mine or _nonfinite_elsewhere()
+            current_group().barrier(problem)
+        return problem or _nonfinite_elsewhere()
 
     def announce(self, error: Exception) -> None:
         """Send the error to the other ranks, then raise it."""
@@ -226,8 +229,8 @@ class DistributedWindows(WindowRanks):
     def positions(self, samples: int) -> Tensor:
         sizes = current_group().all_gather_rows(torch.tensor([[self._kept, samples - self._kept]])).tolist()
         turns: list[Tensor] = []
-        for rank, (kept, new) in enumerate(sizes):
-            carried = self._turns(kept, rank, self._kept_first)
+        for rank, (old, new) in enumerate(sizes):
+            carried = self._turns(old, rank, self._kept_first)
             turns.append(torch.cat([carried, AFTER_CARRIED + self._turns(new, rank, max(0, self._first))]))
         return torch.searchsorted(torch.cat(turns).sort().values, turns[self.rank])
 
@@ -248,13 +251,13 @@ class DistributedWindows(WindowRanks):
         self.sums()
         stats = transform.needed(stats)
         assert stats.positions is not None
-        mine = torch.cat([stats.positions.to(stats.losses.device)[:, None], as_table(stats)], 1)
-        sent = mine if owned is None else mine[owned]
-        table = torch.cat(current_group().all_gather_tensors(sent.flatten())).view(-1, mine.shape[1])
+        table_here = torch.cat([stats.positions.to(stats.losses.device)[:, None], as_table(stats)], 1)
+        rows = table_here if owned is None else table_here[owned]
+        table = torch.cat(current_group().all_gather_tensors(rows.flatten())).view(-1, table_here.shape[1])
         table = table[table[:, 0].argsort()]
         positions = table[:, 0].contiguous()
         coefficients = transform(from_table(table[:, 1:], positions.long(), stats))
-        return rows_of(coefficients, torch.searchsorted(positions, mine[:, 0].contiguous()))
+        return rows_of(coefficients, torch.searchsorted(positions, table_here[:, 0].contiguous()))
 
     # --- random numbers of all ranks -------------------------------------------------------------------------------
 
@@ -302,10 +305,14 @@ class DistributedWindows(WindowRanks):
 
 
 def make_window_ranks(
-    model: nn.Module, config: StepConfig, modules: Sequence[nn.Module], optimizer: Any
+    model: nn.Module,
+    config: StepConfig,
+    modules: Sequence[nn.Module],
+    optimizer: Any,
+    before_sums: Callable[[], None],
 ) -> WindowRanks:
     """Windows of a step: of one process, or of the ranks of its process group. Raises if the ranks have different
-    settings.
+    settings. `before_sums`: called before gradients of other ranks are added to `.grad`.
     """
     group = current_group()
     group.barrier()
@@ -315,23 +322,25 @@ def make_window_ranks(
             f"all ranks must create the same step; found other settings than on this rank, {settings}. Pass the same "
             "arguments to Step(...) on every rank."
         )
-    strategy = resolve_strategy(model, config.parallel, modules, optimizer)
+    strategy = resolve_strategy(model, config.parallel, modules, optimizer, before_sums)
     if strategy.sharded and isinstance(config.microbatch, Auto):
         raise DistributedError(
             "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "
             f"cannot repeat alone; found {config.microbatch!r}. Pass a number."
         )
-    private = config.privacy is not None
     if isinstance(strategy, SingleProcessStrategy):
-        return LocalWindows(private)
-    return DistributedWindows(strategy, private)
+        return LocalWindows(config.policy.empty_updates)
+    return DistributedWindows(strategy, config.policy.empty_updates)
 
 
 def _check_directions(fingerprint: list[float] | None) -> None:
     """Raise unless the reference directions are equal on all ranks, up to rounding."""
     gathered = current_group().all_gather_object(fingerprint)
-    known = [torch.tensor(other) for other in gathered if other is not None]
-    if any(not torch.allclose(other, known[0], rtol=1e-3, atol=1e-5 * float(known[0].norm())) for other in known):
+    fingerprints = [torch.tensor(other) for other in gathered if other is not None]
+    if any(
+        not torch.allclose(other, fingerprints[0], rtol=1e-3, atol=1e-5 * float(fingerprints[0].norm()))
+        for other in fingerprints
+    ):
         raise DistributedError(
             "the reference must be equal on all ranks; found different ones. Compute it from the same samples on "
             "every rank, or average it over ranks: sw.gradients(losses, model).mean(all_reduce=True)."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +37,7 @@ from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
 from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters
+from samplewise.step.policy import UpdatePolicy
 from samplewise.transforms.stats import PerSample
 
 
@@ -54,9 +55,11 @@ class LossEvaluator:
         budget: int | None,
         interacting: str,
         strategy: ParallelStrategy,
+        policy: UpdatePolicy,
+        guard: OpenWindowGuard,
         criterion: Criterion | None = None,
     ):
-        """`criterion`: the criterion that `loss_fn` calls, if it is one."""
+        """guard: watches calls of the loss function until `unwatch`. criterion: what `loss_fn` calls, if it is one."""
         self.modules = modules
         self.trained = trained
         self.loss_fn = loss_fn
@@ -64,16 +67,29 @@ class LossEvaluator:
         self.budget = budget
         self.interacting = interacting
         self.strategy = strategy
+        self.policy = policy
         self.criterion = criterion
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
-        self.guard: OpenWindowGuard | None = None  # in the first window: the loss function must not change `.grad`
+        self.guard: OpenWindowGuard | None = guard  # in the first window: the loss function must not change `.grad`
         self.ready: Callable[[Tensor], None] | None = None  # called with each parameter whose `.grad` is complete
-        self.term_limit: float | None = None  # of a private step: see `with_larger_terms`
         self._copies_large = True  # whether snapshots copy large tensors: until no call has changed a tensor
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
+
+    def unwatch(self) -> None:
+        """Trust the loss function: it has not changed `.grad` in the first window."""
+        self.guard = None
+
+    @contextmanager
+    def exchanging(self, ready: Callable[[Tensor], None] | None) -> Iterator[None]:
+        """Context manager: `ready` is called with each parameter whose `.grad` is complete."""
+        self.ready = ready
+        try:
+            yield
+        finally:
+            self.ready = None
 
     @property
     def predictions(self) -> frozenset[str]:
@@ -152,16 +168,16 @@ class LossEvaluator:
             return
         cast = None if self.precision.name is None else AUTOCAST_DTYPES[self.precision.name]
         rounding = torch.finfo(cast or losses.dtype).eps ** 0.75
-        found = f"{plural(len(before), 'loss', 'losses')} and then {len(losses)}"
+        difference = f"{plural(len(before), 'loss', 'losses')} and then {len(losses)}"
         if losses.shape == before.shape:
             off = (losses - before).abs()
             if bool((off <= rounding * before.abs().max()).all()):
                 return
             row = int(off.argmax())
-            found = f"the loss {before[row].item():.6g} and then {losses[row].item():.6g} for sample {row}"
+            difference = f"the loss {before[row].item():.6g} and then {losses[row].item():.6g} for sample {row}"
         raise LossesError(
             "a window whose transforms compare all samples is computed twice if it has several microbatches, and "
-            f"loss_fn must return the same losses both times; found {found} of a microbatch. Look for iterators, "
+            f"loss_fn must return the same losses both times; found {difference} of a microbatch. Look for iterators, "
             "files, clocks or other state that is not in Python variables; or use one microbatch per window."
         )
 
@@ -192,7 +208,7 @@ class LossEvaluator:
             g = gradients_of(losses, wanted, self.modules, False, "twice", interacting, sharded=True)
         else:
             g = gradients_of(losses, wanted, self.modules, interacting=interacting, checked=checked)
-        if self.term_limit is not None:
+        if self.policy.term_limit is not None:
             track_terms(g)
         return g
 
@@ -222,11 +238,12 @@ class LossEvaluator:
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
         """Accumulate Σ w × gradient into `.grad`, from per-sample gradients that are not used afterwards."""
         with self.strategy.summing():
-            accumulate(g, weights, retain_graph=False, ready=self.ready, apart=self.term_limit is not None)
+            accumulate(g, weights, retain_graph=False, ready=self.ready, apart=self.policy.term_limit is not None)
 
     def with_large_terms(self, g: Gradients, weights: PerSample | None) -> list[int]:
-        """Samples of a private step whose weighted terms are far above their bound: see `with_larger_terms`."""
-        return [] if self.term_limit is None else with_larger_terms(g, weights, self.term_limit)
+        """Samples whose weighted terms are above the limit of the policy: see `with_larger_terms`."""
+        limit = self.policy.term_limit
+        return [] if limit is None else with_larger_terms(g, weights, limit)
 
     def add_mean(self, losses: Tensor, count_sum: Tensor | int) -> None:
         """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`."""

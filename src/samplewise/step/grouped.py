@@ -34,16 +34,18 @@ class GroupedAccumulator(PerSampleAccumulator):
 
     one_by_one = False
 
-    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         if self.exchanges:
             self.compute_directions()
         assert self.chain.grouping is not None
         keys = [self.chain.grouping.keys(microbatch) for microbatch in microbatches]
         if self.exchanges or len(microbatches) > 1:
-            for own, microbatch in zip(keys, microbatches, strict=True):
-                _check_keys(own, self.samples_in(microbatch))
+            for row_keys, microbatch in zip(keys, microbatches, strict=True):
+                _check_keys(row_keys, self.samples_in(microbatch))
         repeatable = not (self.exchanges and self.size.automatic) and not self.one_by_one
-        layout = GroupLayout(self.ranks, [key for own in keys for key in own], len(microbatches) <= 1 and repeatable)
+        layout = GroupLayout(
+            self.ranks, [key for row_keys in keys for key in row_keys], len(microbatches) <= 1 and repeatable
+        )
         self.chain.groups.check_positions(len(layout), "group")
         if layout.at_once:
             return [self._at_once(*pair, layout) for pair in zip(microbatches, keys, strict=True)]
@@ -205,10 +207,10 @@ class GroupAccumulation:
 
     def _weigh_samples(self) -> None:
         members = [m for group in self.groups for m in group.members]
-        stats = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
-        weighed = self.ranks.weigh(self.accumulator.chain.samples, stats)
-        for m, own in zip(members, weighed, strict=True):
-            m.stats = own
+        parts = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
+        weighed = self.ranks.weigh(self.accumulator.chain.samples, parts)
+        for m, stats in zip(members, weighed, strict=True):
+            m.stats = stats
         self.restore()
 
     def _group_gradient(self, group: SampleGroup) -> None:
@@ -231,9 +233,9 @@ class GroupAccumulation:
     def _group_stats(self, group: SampleGroup) -> SampleStats:
         """Compute the group's gradient, and return the results of the whole group over all ranks."""
         self._group_gradient(group)
-        known = [m.stats for m in group.members if m.stats is not None]
-        losses = sum(((stats.losses * stats.weights).sum() for stats in known), start=self._zero())
-        counts = sum((stats.denominators.sum() for stats in known), start=self._zero())
+        parts = [m.stats for m in group.members if m.stats is not None]
+        losses = sum(((stats.losses * stats.weights).sum() for stats in parts), start=self._zero())
+        counts = sum((stats.denominators.sum() for stats in parts), start=self._zero())
         if group.spans:
             losses, counts = map(losses.new_tensor, self.ranks.sums(losses, counts))
         gradients: dict[str, Tensor] = {}
@@ -271,8 +273,8 @@ class GroupAccumulation:
     def _dots(self, gradients: dict[str, Tensor], reference: Reference) -> dict[str, Tensor]:
         """Inner product of each gradient with the direction of a reference."""
         direction = self.accumulator.directions[reference]
-        own = self.ranks.strategy.own_part
-        dots = {name: (g * own(name, direction[name])).sum() for name, g in gradients.items()}
+        shard_of = self.ranks.strategy.own_part
+        dots = {name: (g * shard_of(name, direction[name])).sum() for name, g in gradients.items()}
         return self._per_parameter(self._over_shards(dots) if self._sharded else dots)
 
     def _over_shards(self, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -334,11 +336,11 @@ def _members_by_group(microbatches: Sequence[Any], keys: Sequence[list[Hashable]
     """Samples of each group, with groups in order of first occurrence."""
     groups: dict[Hashable, list[Members]] = {}
     start = 0
-    for microbatch, own in zip(microbatches, keys, strict=True):
-        for key in dict.fromkeys(own):
-            rows = [row for row, other in enumerate(own) if other == key]
+    for microbatch, row_keys in zip(microbatches, keys, strict=True):
+        for key in dict.fromkeys(row_keys):
+            rows = [row for row, other in enumerate(row_keys) if other == key]
             groups.setdefault(key, []).append(Members(take(microbatch, rows), start + torch.tensor(rows)))
-        start += len(own)
+        start += len(row_keys)
     return groups
 
 
@@ -363,11 +365,11 @@ def _sums(values: Tensor, owner: Tensor, groups: int) -> Tensor:
 def _result(samples: SampleStats, groups: SampleStats, owner: Tensor) -> SampleStats:
     """Per-sample results; the coefficient of a sample is its own times that of its group."""
     stats = samples.result()
-    own = samples.weights
+    weights = samples.weights
     of_group = groups.coefficients
     if isinstance(of_group, dict):
-        stats.coefficients = {name: c[owner] * own for name, c in of_group.items()}
+        stats.coefficients = {name: c[owner] * weights for name, c in of_group.items()}
     elif of_group is not None:
-        stats.coefficients = of_group[owner] * own
+        stats.coefficients = of_group[owner] * weights
     stats.shares = groups.denominators
     return stats

@@ -29,7 +29,8 @@ class OpenWindowGuard:
     def __init__(self, trained: TrainedParameters, optimizer: Any):
         self._trained = trained
         self._optimizer = optimizer
-        self._sums: list[tuple[Tensor | None, int]] | None = None  # gradients with their versions; None: not left
+        self.active = False  # True between `leave` and `enter`
+        self._sums: list[tuple[Tensor | None, int]] = []  # gradients with their versions
         self._versions: list[int] | None = None  # of the parameters; None: they may change
         guard = weakref.ref(self)  # the optimizer may be used further when the step is deleted
         self._hook = lambda *_: _refuse_step(guard())
@@ -43,6 +44,7 @@ class OpenWindowGuard:
             gradient = p.grad
             sums.append((gradient, -1 if gradient is None else gradient._version))
         self._sums = sums
+        self.active = True
         watched = parameters and not self._trained.sharded  # shards are written when they are gathered
         self._versions = [p._version for p in self._trained.owned.values()] if watched else None
         # Not registered by register_step_pre_hook, whose handles count as new hooks for the engine, and for this time
@@ -51,15 +53,14 @@ class OpenWindowGuard:
 
     def enter(self) -> None:
         """Raise ParameterError if the gradients, or the parameters of the optimizer, have changed since `leave`."""
-        sums = self._sums
-        if sums is None:
+        if not self.active:
             return
         if self._trained.has_changed:
             raise ParameterError(
                 "the parameters of the optimizer must stay the same while a window is open; found that some were added "
                 f"or removed after its first samples. {REMEDY}"
             )
-        for (name, p), (before, version) in zip(self._trained.owned.items(), sums, strict=True):
+        for (name, p), (before, version) in zip(self._trained.owned.items(), self._sums, strict=True):
             after = p.grad
             if after is not before or (after is not None and after._version != version):
                 raise ParameterError(
@@ -93,7 +94,7 @@ class OpenWindowGuard:
 
     def refuse_step(self) -> None:
         """Raise ParameterError if a gradient is still a sum of the window. After zero_grad() they are others."""
-        held = {id(gradient) for gradient, _ in self._sums or () if gradient is not None}
+        held = {id(gradient) for gradient, _ in self._sums if gradient is not None}
         if any(id(p.grad) in held for p in self._trained.owned.values()):
             raise ParameterError(
                 "optimizer.step() must not be called while a window of the step is open, because `.grad` holds a sum "
@@ -102,8 +103,9 @@ class OpenWindowGuard:
 
     def forget(self) -> None:
         """Stop watching: the window is continued or discarded."""
-        if self._sums is not None:
-            self._sums = None
+        if self.active:
+            self.active = False
+            self._sums = []
             self._hooks().pop(id(self), None)
 
     def _hooks(self) -> dict[int, Any]:

@@ -36,7 +36,7 @@ from samplewise.core.snapshot import eval_mode
 from samplewise.engine.graph.graph import edge_of, is_accumulate_grad
 from samplewise.engine.graph.structure import children_below
 from samplewise.engine.reference import gradient_of
-from samplewise.errors import LossesError, NonFiniteGradientError, PrivacyError, SamplesInteractError
+from samplewise.errors import LossesError, NonFiniteGradientError, SamplesInteractError
 from samplewise.step.amp import AUTOCAST_DTYPES
 from samplewise.step.checks import check_untracked, warn
 from samplewise.step.forward import LossEvaluator
@@ -47,15 +47,13 @@ PROJECTED = 32  # dimensions of projected gradients, which are compared for shar
 
 class Recheck:
     """Rechecks of a step. `every`: number of updates between two rechecks; None: only the first update; False: never.
-    `own_gradients`: transforms use per-sample gradients, so that interacting samples are an error. `private`: an update
-    that cannot be rechecked is an error.
+    `own_gradients`: transforms use per-sample gradients, so that interacting samples are an error.
     """
 
-    def __init__(self, evaluator: LossEvaluator, every: int | bool | None, own_gradients: bool, private: bool):
+    def __init__(self, evaluator: LossEvaluator, every: int | bool | None, own_gradients: bool):
         self.evaluator = evaluator
         self.every = every
         self.own_gradients = own_gradients
-        self.private = private
         self._interacts = False  # whether the warning about samples that interact was given
         self._warned = False  # whether the warning about a failed recheck was given
 
@@ -80,12 +78,9 @@ class Recheck:
         if not iterators:
             return False
         kind = type(iterators[0]).__name__
-        if self.private:
-            raise PrivacyError(
-                "the first update of a private step must be rechecked, because samples that interact break the bound; "
-                f"found that loss_fn or the model can read an iterator ({kind}), whose values a recheck would consume. "
-                "Compute the values from the number of the update."
-            )
+        self.evaluator.policy.refuse_unchecked(
+            f"loss_fn or the model can read an iterator ({kind}), whose values a recheck would consume"
+        )
         self._warn(
             f"the update is not rechecked: loss_fn or the model can read an iterator ({kind}), whose values would be "
             "consumed. Pass recheck=False, or compute the values from the number of the update."
@@ -307,7 +302,7 @@ class Recheck:
         total = length(microbatch)
         with self._temporary_eval_mode(), Broadcasts(total or 0) as seen:
             self._losses(microbatch)
-        return None if seen.found is None else broadcast_cause(seen.found, total or 0)
+        return None if seen.operation is None else broadcast_cause(seen.operation, total or 0)
 
 
 class Broadcasts(TorchFunctionMode):
@@ -316,12 +311,12 @@ class Broadcasts(TorchFunctionMode):
     def __init__(self, samples: int):
         super().__init__()
         self.samples = samples
-        self.found: str | None = None
+        self.operation: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         shapes = {tuple(x.shape) for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
-        if {(self.samples, 1), (self.samples,)} <= shapes and self.found is None:
-            self.found = getattr(func, "__name__", str(func))
+        if {(self.samples, 1), (self.samples,)} <= shapes and self.operation is None:
+            self.operation = getattr(func, "__name__", str(func))
         return func(*args, **(kwargs or {}))
 
 

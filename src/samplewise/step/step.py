@@ -17,18 +17,17 @@ from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.memory import Auto
-from samplewise.core.microbatch import MicrobatchSize
+from samplewise.core.microbatch import memory_budget
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
-from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
+from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.group import current_group, errors_on_all_ranks
 from samplewise.parallel.strategy import join_ranks
-from samplewise.privacy.mechanism import Mechanism
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
-from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
+from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.compiled.microbatch_runner import MicrobatchRunner
@@ -39,14 +38,16 @@ from samplewise.step.config import (
     as_microbatch,
     as_record,
     check_order,
-    check_privacy,
     check_scheduler,
 )
 from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerRunner, Runner
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
+from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters
+from samplewise.step.policy import make_policy
+from samplewise.step.private_accumulate import PrivateAccumulator
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
 from samplewise.step.window_builder import WindowBuilder
@@ -146,18 +147,11 @@ class Step(CheckedAttributes):
     ):
         check_order(model, optimizer, loss_fn)
         join_ranks(model, parallel)  # before other arguments are checked: errors then reach all ranks
-        if privacy is not None and constants_of(loss_fn):
-            raise PrivacyError(
-                "every entry of a private batch must have one row per sample of its draw, because an entry that is "
-                "kept whole may contain values of other samples; found a loss function with @sw.batch_constants. Keep "
-                "constants in the model or the loss function."
-            )
-        chain = as_chain(transforms)
-        mechanism = None if privacy is None else Mechanism(check_privacy(privacy), chain)
+        policy = make_policy(privacy, PrivateAccumulator)
         self.config = config = StepConfig(
             samples=samples,
             tail=tail,
-            transforms=chain if mechanism is None else mechanism.transforms,
+            transforms=policy.complete(as_chain(transforms)),
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
             recheck=recheck,
@@ -167,7 +161,7 @@ class Step(CheckedAttributes):
             parallel=parallel,
             record=as_record(record),
             interacting=interacting,
-            privacy=mechanism,
+            policy=policy,
         )
         check_scheduler(scheduler, optimizer)
         self.model = model
@@ -176,33 +170,25 @@ class Step(CheckedAttributes):
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
-        ranks = make_window_ranks(model, config, modules, optimizer)
-        if privacy is not None and ranks.strategy.sharded and AUTOCAST_DTYPES.get(precision or "32"):
-            raise PrivacyError(
-                "a private sum must have the precision of float32, and a sharded model is summed by a backward pass in "
-                f"the precision of the forward pass; found precision={precision!r}. Leave it out, or use "
-                "parallel='ddp'."
-            )
+        ranks = make_window_ranks(model, config, modules, optimizer, self._begin_window)
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         self._layouts = BatchLayouts()
         self._constants = constants_of(loss_fn)
-        size = MicrobatchSize(config.microbatch, modules[0], share=2, length=self._layouts.length)
         self._counters = counters = Counters()
         self._precision = MixedPrecision(precision)
         buffers = Buffers(modules)
-        wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
+        policy.attach(modules, optimizer, ranks.strategy.sharded, precision)
+        wrapped = policy.wrap_loss_fn(ranks.strategy.wrap_loss_fn(self.loss_fn), self._constants)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
-        if mechanism is not None:
-            wrapped = mechanism.wrap_loss_fn(wrapped)
-            criterion = None  # it adds columns of single samples
-            mechanism.share_secret()
+        budget = memory_budget(config.microbatch, modules[0], share=2)
+        guard = OpenWindowGuard(trained, optimizer)
         self._evaluator = LossEvaluator(
-            modules, trained, wrapped, self._precision, size.budget, interacting, ranks.strategy, criterion
+            modules, trained, wrapped, self._precision, budget, interacting, ranks.strategy, policy, guard, criterion
         )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers)
-        self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers, optimizer)
+        self._windows = WindowBuilder(config, self._evaluator, guard, self._layouts, ranks, counters, buffers)
         self._runner = self._make_runner()
         ranks.check_optimizer(trained, optimizer)
         self._complete = True  # from now on, attributes are checked when they are assigned
@@ -211,8 +197,8 @@ class Step(CheckedAttributes):
         ranks = self._windows.ranks
         if not self.config.compile:
             return EagerRunner(self._windows, self._applier, "compile=False")
-        if self.config.privacy is not None:
-            return EagerRunner(self._windows, self._applier, "private updates are not compiled")
+        if self.config.policy.not_compiled:
+            return EagerRunner(self._windows, self._applier, self.config.policy.not_compiled)
         if ranks.distributed and self.config.compile == "auto":
             return EagerRunner(self._windows, self._applier, "compile='auto' compiles only in a single process")
         if ranks.strategy.sharded:
@@ -225,8 +211,8 @@ class Step(CheckedAttributes):
         rule = getattr(optimizer, "rule", optimizer)
         parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
         names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
-        given = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
-        shown = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        settings = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
+        shown = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
         shown += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
         return f"Step({', '.join(names + shown)})"
 
@@ -248,13 +234,9 @@ class Step(CheckedAttributes):
             yield from map(self._applier.apply, self._windows.end())
 
     def _admitted(self, cursor: BatchCursor) -> BatchCursor:
-        """The cursor, with the constants of the batch marked; with `privacy`, one over the user's batch, if it is the
-        next draw.
-        """
-        mechanism = self.config.privacy
-        if mechanism is not None:
-            drawn = cursor.batch
-            cursor = BatchCursor(mechanism.admit(drawn), number=cursor.number, owners=drawn.owners)
+        """The cursor over the batch that the policy admits, with the constants of the batch marked."""
+        cursor.batch, owners = self.config.policy.admit(cursor.batch)
+        cursor.keep_together(owners)
         cursor.layouts = self._layouts
         if self._constants and cursor.batch is not None:
             cursor.batch = keep_whole(cursor.batch, self._constants)
@@ -285,8 +267,7 @@ class Step(CheckedAttributes):
 
     def accumulate(self, batch: Any) -> None:
         """Add a batch of any size to the window without making an update."""
-        if self.config.privacy is not None:
-            raise PrivacyError("a private update is one draw; found a call of accumulate. Use step.over(loader).")
+        self.config.policy.check_manual()
         with self._windows.discard_on_error():
             self._windows.accumulate(self._admitted(BatchCursor(batch)))
 
@@ -333,12 +314,7 @@ class Step(CheckedAttributes):
             raise ValueError(
                 f"predictions must be a list of names among {', '.join(PREDICTION_COLUMNS)}; found {predictions!r}."
             )
-        if self.config.hides_samples:
-            raise PrivacyError(
-                "values of single samples must not be recorded with privacy=, because the guarantee does not cover "
-                "them; found that norms or columns are requested, as the ledger and the noise scale do. Leave these "
-                "out, or pass sw.Privacy(observe=True)."
-            )
+        self.config.policy.check_recording()
         self._windows.require(norms, columns or {}, predictions)
         self._allow_columns((columns or {}).values())
 
@@ -372,11 +348,7 @@ class Step(CheckedAttributes):
 
     @transforms.setter
     def transforms(self, transforms: Transforms) -> None:
-        if self.config.privacy is not None:
-            raise PrivacyError(
-                "the transforms of a private step must stay as they are; found new ones. Create a new Step."
-            )
-        chain = as_chain(transforms)
+        chain = self.config.policy.complete(as_chain(transforms))
         self._allow_columns(chain.batch_keys, chain.reads_whole_batch)
         self._configure(transforms=chain)
 
@@ -430,7 +402,7 @@ class Step(CheckedAttributes):
     @property
     def privacy(self) -> PrivacyMeter | None:
         """Privacy of the step: `spent()`, `left`, `zeroed`, `open(directory)`, `close()`; None without privacy=."""
-        return None if self.config.privacy is None else self.config.privacy.meter
+        return self.config.policy.meter
 
     @property
     def _started_updates(self) -> int:
@@ -452,13 +424,16 @@ class Step(CheckedAttributes):
                 "that it was initialized later. Initialize it before Step(...)."
             )
         config = replace(self.config, parallel="ddp")
-        ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer)
+        ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer, self._begin_window)
         ranks.check_optimizer(self._evaluator.trained, self.optimizer)
-        if self.config.privacy is not None:
-            self.config.privacy.share_secret()
+        config.policy.attach(self._evaluator.modules, self.optimizer, ranks.strategy.sharded, config.precision)
         self._windows.attach(ranks)
         self._applier.ranks = ranks
         self._runner = self._make_runner()
+
+    def _begin_window(self) -> None:
+        """Begin the window before gradients of other ranks are added to `.grad`."""
+        self._windows.begin()
 
     @property
     def _sharded(self) -> bool:
@@ -515,12 +490,12 @@ class Step(CheckedAttributes):
             "counters": asdict(self.counters),
             "precision": self._precision.state_dict(),
             "microbatch": windows.size.size,
-            "memory": None if windows.ranks.distributed else windows.size.budget,  # that of this rank
+            "memory": None if windows.ranks.distributed else self._evaluator.budget,  # that of this rank
             "compiling": self._runner.state_dict(),
             "samples_in_windows": windows.ranks.epoch_state(),
             "layouts": self._layouts.state_dict(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
-            **({} if self.config.privacy is None else {"privacy": self.config.privacy.state_dict()}),
+            **self.config.policy.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -532,21 +507,11 @@ class Step(CheckedAttributes):
         self._precision.load_state_dict(state["precision"])
         windows.size.load(state["microbatch"], state.get("memory"))
         self._evaluator.budget = windows.size.budget
-        self._load_privacy(state.get("privacy"))
+        self.config.policy.load_state_dict(state.get("privacy"))
         self._runner.load_state_dict(state["compiling"])
         windows.ranks.load_epoch_state(state.get("samples_in_windows") or [])
         self._layouts.load_state_dict(state.get("layouts") or BatchLayouts().state_dict())
         windows.load_state_dict(state["window"])
-
-    def _load_privacy(self, state: dict[str, Any] | None) -> None:
-        mechanism = self.config.privacy
-        if (mechanism is None) != (state is None):
-            found = "a state without" if state is None else "a step without"
-            raise PrivacyError(
-                f"a private step must be continued as one; found {found} privacy. Use the same privacy= as before."
-            )
-        if mechanism is not None and state is not None:
-            mechanism.load_state_dict(state)
 
     def _window_state(self) -> dict[str, Any]:
         """State of this rank's part of the open window; only the same rank of the same number of ranks can load it."""

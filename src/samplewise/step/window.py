@@ -23,9 +23,7 @@ UNKNOWN = -1
 
 class BatchCursor:
     """Cursor over a batch: yields slices of its rows, starting at row `consumed`. A batch that cannot be cut is
-    returned whole. `number`: index of the batch in its epoch, from 0; None if unknown. `owners`: group of each row,
-    (B,), with the rows of a group one after the other: a slice then has whole groups, or a part of one group, so that
-    the passes of a group do not depend on others.
+    returned whole. `number`: index of the batch in its epoch, from 0; None if unknown.
     """
 
     __slots__ = ("_ends", "_length", "batch", "consumed", "empty", "layouts", "number")
@@ -36,17 +34,21 @@ class BatchCursor:
         consumed: int = 0,
         number: int | None = None,
         layouts: BatchLayouts | None = None,
-        owners: Tensor | None = None,
     ):
-        self._ends: list[int] | None = None  # of the groups
-        if owners is not None:
-            self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+        self._ends: list[int] | None = None  # of groups that are kept together
         self.batch = batch
         self.consumed = consumed
         self.empty = False
         self.number = number
         self.layouts = layouts
         self._length: int | None = UNKNOWN
+
+    def keep_together(self, owners: Tensor | None) -> None:
+        """Cut slices of whole groups, or of a part of one group, so that the passes of a group do not depend on others.
+        `owners`: group of each row, (B,), with the rows of a group one after the other; None: rows have no groups.
+        """
+        if owners is not None:
+            self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
 
     @property
     def rows(self) -> int | None:
@@ -115,8 +117,8 @@ class Counters:
     def load(self, state: dict[str, int]) -> None:
         """Set the counters in place: other objects refer to them."""
         loaded = Counters(**state)
-        for each in fields(self):
-            setattr(self, each.name, getattr(loaded, each.name))
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(loaded, counter.name))
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class Window:
     summing: bool = False  # whether the ranks have begun to sum `.grad`, during the last pass of this rank
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
+    collects: bool = False  # whether non-finite values are checked at the end of the window, to save host syncs
     checks: DeferredChecks = field(default_factory=DeferredChecks)  # values on the device that are not checked yet
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
     totals: WindowTotals | None = None  # sums over all ranks, already checked for non-finite values
@@ -183,8 +186,8 @@ def restored(config: StepConfig, parts: dict[str, Any], failure: list[str], colu
     if not parts:  # other ranks may have samples
         return Window(config, restored=True)
     stats = SampleStats(**{SAVED[name]: values for name, values in parts.items()})
-    recorded = [BatchColumns(**each) for each in columns]
-    window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=recorded)
+    batch_columns = [BatchColumns(**column) for column in columns]
+    window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=batch_columns)
     if failure:
         kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
         window.failure = kinds[failure[0]](failure[1])

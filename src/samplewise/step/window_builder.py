@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from time import perf_counter
 from typing import Any, ClassVar
 
 from samplewise.core.batches import length
-from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.microbatch import MicrobatchSize
-from samplewise.core.modes import check_modes
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
 from samplewise.engine.deferred_checks import collect_in
@@ -24,15 +22,13 @@ from samplewise.errors import (
 )
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.batch_columns import record_columns
-from samplewise.step.checks import check_pieces, check_reached
+from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
+from samplewise.step.first_window import SAMPLES, FirstWindowChecks
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.open_window import OpenWindowGuard
-from samplewise.step.private_checks import ModelState, check_private_parameters, largest_terms
 from samplewise.step.recheck import Recheck
-from samplewise.step.screened import ScreenedAccumulator
-from samplewise.step.weight_checks import check_cut, check_private_weights, check_weights
 from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
 from samplewise.step.window_ranks import ReduceInputs, WindowRanks
 from samplewise.transforms.stats import SampleStats
@@ -48,15 +44,23 @@ class WindowBuilder:
         self,
         config: StepConfig,
         evaluator: LossEvaluator,
-        size: MicrobatchSize,
+        guard: OpenWindowGuard,
+        layouts: BatchLayouts,
         ranks: WindowRanks,
         counters: Counters,
         buffers: Buffers,
-        optimizer: Any,
     ):
         self.config = config
         self.evaluator = evaluator
-        self.size = size
+        self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures)
+        self.checks = FirstWindowChecks(evaluator, self.recheck)
+        self.size = MicrobatchSize(
+            config.microbatch,
+            evaluator.budget,
+            layouts.length,
+            evaluator.saved_state_and_sums,
+            self.checks.compare_slice,
+        )
         self.ranks = ranks
         self.counters = counters
         self.window = Window(config)
@@ -66,26 +70,11 @@ class WindowBuilder:
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
-        self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures, config.privacy is not None)
         self._trained = evaluator.trained
-        self._guard = evaluator.guard = OpenWindowGuard(evaluator.trained, optimizer)
+        self._guard = guard
         self._buffers = buffers
         self._chain = config.transforms  # those of the accumulator
         self._accumulator = self.make_accumulator()
-        self._first = True  # no window was begun yet
-        self._unsliced = True  # no batch was sliced yet
-        size.compare = self._compare_slice
-        self._unchecked = True  # the gradients of no window were checked for mistakes yet
-        self._uncut = False  # whether the check of cut windows is still to be repeated
-        self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
-        self._weights_before: CallSnapshot | None = None  # state of private transforms before their first call
-        self._model_state = ModelState(evaluator.modules, not ranks.strategy.sharded, optimizer)
-        ranks.strategy.before_sums = self._begin_for_others
-
-    def _begin_for_others(self) -> None:
-        """Begin the window before gradients of other ranks are added to `.grad`, if this rank has no samples yet."""
-        if not self.window.begun:
-            self._begin()
 
     def configure(self, config: StepConfig) -> None:
         """Use these settings from the next window on; `samples` and `tail` apply to the open window as well, and all of
@@ -110,10 +99,7 @@ class WindowBuilder:
         if chain is not self._chain:
             self._chain = chain
             self._accumulator = self.make_accumulator()
-            self._unchecked_transforms = True
-            if chain.measures and not self.recheck.own_gradients:
-                self._first = True  # the first recheck has only warned about interacting samples
-            self.recheck.own_gradients = chain.measures
+            self.checks.follow(chain)
 
     def attach(self, ranks: WindowRanks) -> None:
         """Use these ranks from the next window on."""
@@ -131,8 +117,10 @@ class WindowBuilder:
     def fill(self, cursor: BatchCursor) -> Iterator[Window]:
         """Add the samples of a batch, and yield each window that they complete."""
         self.ranks.check_group()
-        if cursor.batch is None and self.config.privacy is not None:
-            yield self._empty_window()
+        if cursor.batch is None and self.config.policy.empty_updates:  # this rank adds no samples to the window
+            self._guard.enter()
+            self._is_complete(None, self.config.tail)
+            yield self._finish()
             return
         self.cursor = cursor
         while self.cursor is not None:
@@ -147,6 +135,7 @@ class WindowBuilder:
         config = self.config
         while True:
             complete = None
+            self._guard.enter()
             if self._is_complete(config.samples, config.tail, ended=True):
                 complete = self._finish()
             all_ended = self.ranks.all_ended
@@ -179,13 +168,13 @@ class WindowBuilder:
 
     def close(self) -> Window | None:
         """Complete the window with the samples it has, on all ranks; None if there are none."""
+        self._guard.enter()
         return self._finish() if self._is_complete(None, "update", ended=True) else None
 
     # --- filling a window ------------------------------------------------------------------------------------------
 
     def _is_complete(self, samples: int | None, tail: str, ended: bool = False) -> bool:
         """True if the ranks together have the samples of the window. `ended`: this rank's loader has ended."""
-        self._guard.enter()  # before ranks exchange gradients
         window = self.window
         if not self._accumulator.needs_window:
             self.ranks.begin_exchange(window, window.samples, samples, tail, ended)
@@ -194,7 +183,8 @@ class WindowBuilder:
     def next_window(self) -> Window | None:
         """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
         samples = self.config.samples
-        self._guard.enter()
+        if self._guard.active:
+            self._guard.enter()
         while self.cursor is not None:
             cursor = self.cursor
             window = self.window
@@ -208,11 +198,6 @@ class WindowBuilder:
         if self.window.begun and not self.window.summing:
             self._leave()
         return None
-
-    def _empty_window(self) -> Window:
-        """Complete a window to which this rank adds no samples: an empty draw of a private step."""
-        self._is_complete(None, self.config.tail)
-        return self._finish()
 
     def _add_next(self, cursor: BatchCursor, room: float) -> None:
         """Add the next microbatch, of at most `room` samples."""
@@ -233,8 +218,8 @@ class WindowBuilder:
             last = size is not None and window.samples + size == window.share
         self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed), last)
         if samples is not None and window.samples > (window.share or 0):
-            found = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
-            raise BatchError(_UNCUT.format(samples=samples, found=found))
+            excess = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
+            raise BatchError(_UNCUT.format(samples=samples, found=excess))
 
     def _add(
         self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool = False, last: bool = False
@@ -245,16 +230,13 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         try:
-            first = not window.open
+            first = not (window.parts or window.deferred)
             window.restored = False
-            if not window.begun:
-                self._begin()
-            if self._unsliced and size is not None and microbatch is not cursor.batch:
-                self._compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
-            if first and (self._first or self.config.recheck):
-                self.recheck.run(microbatch, self._first, self.counters.updates)
-                # not reached if the recheck raises, so that the next attempt raises again
-                self._first = self._first and self._cannot_compare(microbatch)
+            self.begin()
+            if self.checks.unsliced and size is not None and microbatch is not cursor.batch:
+                self.checks.compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
+            if first and (SAMPLES in self.checks.pending or self.config.recheck):
+                self.checks.recheck(microbatch, self.counters.updates)
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
@@ -262,64 +244,49 @@ class WindowBuilder:
                 window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
                 window.sized &= size is not None
             else:
-                if last and self.ranks.distributed and not self.size.automatic:
-                    self._announce_last(size)
-                parts = self._accumulate([microbatch], whole)
-                window.samples += self._count(parts, None if self.config.privacy is not None else size)
+                exchanges = last and self.ranks.distributed and not self.size.automatic
+                with self._exchange(size) if exchanges else nullcontext():
+                    parts = self._accumulate([microbatch], whole)
+                window.samples += self._count(parts, None if self._accumulator.drops_samples else size)
                 window.parts += parts
         except Exception as error:
             if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
                 raise self._empty_batch(cursor) from error
             raise
-        finally:
-            self.evaluator.ready = None
         window.seconds += perf_counter() - started
 
-    def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
-        """Compare the first slice of a batch with the batch."""
-        self._unsliced = False
-        self.recheck.compare_slice(batch, start, stop)
-
-    def _cannot_compare(self, microbatch: Any) -> bool:
-        """True if the recheck of a private step must be repeated, because this microbatch has one sample only. The
-        recheck of a sharded model contains collectives, which all ranks make in their first window.
-        """
-        return self.config.privacy is not None and not self.ranks.strategy.sharded and length(microbatch) == 1
-
-    def _announce_last(self, size: int | None) -> None:
-        """Let the ranks sum gradients during the next pass, the last one of this rank, of `size` samples."""
+    def _exchange(self, size: int | None) -> AbstractContextManager[None]:
+        """Context manager: the ranks sum gradients during the last pass of this rank, inside, of `size` samples."""
         self._accumulator.compute_directions()  # they may contain collectives, which then come first on all ranks
         config = self.config
-        found = self.window.samples + (size or 1)  # without `samples`, the number need not be exact
-        self.evaluator.ready = self.ranks.begin_exchange(self.window, found, config.samples, config.tail)
-        self.window.summing = self.evaluator.ready is not None
+        samples = self.window.samples + (size or 1)  # without `samples=`, the number need not be exact
+        ready = self.ranks.begin_exchange(self.window, samples, config.samples, config.tail)
+        self.window.summing = ready is not None
+        return self.evaluator.exchanging(ready)
 
-    def _begin(self) -> None:
-        """Prepare gradients and buffers for a new window."""
-        self.window.begun = True
+    def begin(self) -> None:
+        """Prepare gradients and buffers for the window, if it is new. Also called on a rank without samples, before
+        gradients of other ranks are added to `.grad`.
+        """
+        window = self.window
+        if window.begun:
+            return
+        window.begun = True
         self.evaluator.seconds = 0.0
-        if self.config.privacy is not None:
-            self._model_state.remember()
+        if self.record_norms and not self._accumulator.knows_norms:
+            self._accumulator = self.make_accumulator()
         self._trained.refresh()
         self._trained.clear()
+        window.collects = not (self._accumulator.checks_at_once or self._trained.device.type == "cpu")
+        self.config.policy.begin(self._trained)
         self.ranks.strategy.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
-        if self.config.privacy is not None:
-            check_private_parameters(self._trained)
-            self.config.privacy.parameters = len(self._trained.wanted())
-            if self._weights_before is None:
-                stages = (self._chain.samples, self._chain.groups)
-                self._weights_before = CallSnapshot(t.answer for stage in stages for t in stage.transforms)
-            self.evaluator.term_limit = self.config.privacy.sensitivity * largest_terms(self._trained)
-        if self.record_norms and not self._accumulator.knows_norms:
-            self._accumulator = self.make_accumulator()
-        self.evaluator.predictions = self.predictions
+        if self.evaluator.criterion is not None:
+            self.evaluator.predictions = self.predictions
         self._accumulator.begin()
-        if self._unchecked_transforms or self._uncut:
-            self._accumulator.first_stats = []
-        if self._first:
-            check_modes(self.evaluator.modules)
+        if self.checks.pending:
+            self.checks.begin(self._accumulator)
 
     def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
         """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
@@ -328,12 +295,11 @@ class WindowBuilder:
         window = self.window
         if window.failure is None:
             try:
-                plain = isinstance(self._accumulator, PlainAccumulator)
-                if plain or self.config.privacy is not None or self._trained.device.type == "cpu":
+                if not window.collects:
                     return self._add_gradients(microbatches, whole)
                 with collect_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
-                if self._unchecked_transforms or self.ranks.distributed:
+                if self.checks.pending or self.ranks.distributed:
                     window.checks.settle()  # first checks and collectives need to know whether the window fails
                 return parts
             except (NonFiniteLossError, NonFiniteGradientError) as error:
@@ -349,33 +315,22 @@ class WindowBuilder:
     def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
         window = self.window
         accumulator = self._accumulator
-        divides = whole and not self._sums_only
-        if divides and isinstance(accumulator, PlainAccumulator):
-            stats, window.divided = accumulator.add_mean(microbatches[0])
-            return [stats]
         if not accumulator.needs_window:
             compiled = self.compiled_sums(microbatches[0])
             if compiled is not None:
                 return [compiled]
-            if divides and isinstance(accumulator, WeightedAccumulator):
-                stats, window.divided = accumulator.add_mean(microbatches[0])
-                return [stats]
         start = 0 if window.deferred else window.samples
         if self.size.automatic and not accumulator.exchanges:
-            return self.size.retry(
-                self.evaluator.saved_state_and_sums, lambda some: accumulator.add(some, start), microbatches
-            )
-        return accumulator.add(microbatches, start)
+            return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
+        divide = whole and not window.config.transforms.on_sum  # noise is added to the sum
+        parts = accumulator.add(microbatches, start, divide)
+        window.divided = accumulator.divided
+        return parts
 
     @property
     def defers(self) -> bool:
         """True if microbatches are computed when the window is complete."""
         return self._accumulator.needs_window
-
-    @property
-    def _sums_only(self) -> bool:
-        """True if `.grad` must hold sums until the update: noise is added to them, or microbatches may be halved."""
-        return bool(self.window.config.transforms.on_sum) or self.size.automatic
 
     def _count(self, parts: Sequence[SampleStats], size: int | None) -> int:
         """Count samples and microbatches; `size` is the expected number of samples, None if unknown."""
@@ -398,57 +353,27 @@ class WindowBuilder:
         """
         started = perf_counter()
         window = self.window
-        if not window.begun:
-            self._begin()  # a rank without samples in this window
+        self.begin()  # on a rank without samples in this window
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
-            exact = window.sized and self.config.privacy is None
+            exact = window.sized and not self._accumulator.drops_samples
             window.samples = self._count(window.parts, window.samples if exact else None)
             self.ranks.refresh_totals(window)
         if self.ranks.distributed:
             fingerprint = self._accumulator.fingerprint
             self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
-        if self.config.privacy is not None:
-            self._model_state.check()
+        self.config.policy.check_model()  # the last pass of the window is made
         samples = window.samples if window.totals is None else window.totals.samples
         if window.failure is None and window.config.transforms.samples.uses_positions:
             window.config.transforms.samples.check_positions(samples)
-        if window.failure is None and self._unchecked_transforms and samples:
-            self._check_first(window)
-        elif self._uncut:
-            self._check_cut()
+        if self.checks.pending:
+            self.checks.end(window, self._accumulator, self.ranks.size)
         window.parts = window.parts or [empty_stats(next(iter(self._trained.named.values())))]
         self._complete = window
         self._open_window()
         window.forward_seconds = self.evaluator.seconds
         window.seconds += perf_counter() - started
         return window
-
-    def _check_first(self, window: Window) -> None:
-        """Check the first window, and the first one of new transforms, for common mistakes; warn or raise."""
-        chain = window.config.transforms
-        if self._unchecked:
-            sizes = [len(part) for part in window.parts if len(part)]
-            if sizes:
-                check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
-            check_reached(self._trained.owned, noise=bool(chain.on_sum))
-            self._unchecked = False
-            self.evaluator.guard = None
-        self._check_cut()
-        check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
-        self._unchecked_transforms = False
-
-    def _check_cut(self) -> None:
-        """Check that weights do not depend on other samples. In a private step, a window of one sample on this rank
-        allows no comparison, so that the check is repeated.
-        """
-        first_stats = self._accumulator.first_stats or []
-        if self._weights_before is None:
-            check_cut(first_stats)
-        else:
-            check_private_weights(first_stats, self._weights_before)
-            self._uncut = sum(len(stats) for _, stats in first_stats) < 2
-        self._accumulator.first_stats = None
 
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the step and the norms to record."""
@@ -457,9 +382,7 @@ class WindowBuilder:
             return PlainAccumulator(self.evaluator)
         kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
         accumulator = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
-        return (
-            accumulator if self.config.privacy is None else ScreenedAccumulator(accumulator, self.config.privacy.meter)
-        )
+        return self.config.policy.accumulator(accumulator)
 
     # --- discarding a window ---------------------------------------------------------------------------------------
 
@@ -486,7 +409,7 @@ class WindowBuilder:
                 self._trained.clear()
                 self._buffers.restore()
                 if window is self.window:  # parameters of a complete window may be changed by its update
-                    self._model_state.restore()
+                    self.config.policy.restore_model()
                 self.counters.samples -= sum(len(part) for part in window.parts)
                 self.counters.microbatches -= len(window.parts)
         self._complete = Window(self.config)
@@ -530,7 +453,7 @@ class WindowBuilder:
         columns = []
         if parts:
             sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
-            columns = [each.state_dict() for each in window.columns]
+            columns = [column.state_dict() for column in window.columns]
         if window.begun:
             self._leave()
         state = {"samples": parts, "gradient_sums": sums, "failure": window.failure_state(), "columns": columns}

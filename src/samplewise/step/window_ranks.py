@@ -63,9 +63,9 @@ class WindowRanks(ABC):
 
     @abstractmethod
     def begin_exchange(
-        self, window: Window, found: int, samples: int | None, tail: str, ended: bool = False
+        self, window: Window, expected: int, samples: int | None, tail: str, ended: bool = False
     ) -> Callable[[Tensor], None] | None:
-        """Prepare the exchange of gradients before this rank's last pass of a window, in which it will have `found`
+        """Prepare the exchange of gradients before this rank's last pass of a window, in which it will have `expected`
         samples. The result is called in the pass with each parameter whose `.grad` is complete; None: not needed. No
         effect if it was called for this window before.
         """
@@ -140,9 +140,9 @@ class LocalWindows(WindowRanks):
 
     distributed = False
 
-    def __init__(self, private: bool = False) -> None:
-        """private: a window without samples is an update too, while the loader goes on."""
-        self._private = private
+    def __init__(self, empty_updates: bool = False) -> None:
+        """empty_updates: a window without samples is an update too, while the loader goes on."""
+        self._empty_updates = empty_updates
         self.strategy = SingleProcessStrategy()
 
     def check_group(self) -> None:
@@ -158,14 +158,16 @@ class LocalWindows(WindowRanks):
 
     def complete(self, window: Window, samples: int | None, tail: str, ended: bool = False) -> bool:
         self.all_ended = ended
-        if self._private and not ended:
+        if self._empty_updates and not ended:
             return True
         if ended and tail != "update":
             return False
         has_samples = bool(window.parts or window.deferred)
         return has_samples and (ended or samples is None or window.samples >= samples)
 
-    def begin_exchange(self, window: Window, found: int, samples: int | None, tail: str, ended: bool = False) -> None:
+    def begin_exchange(
+        self, window: Window, expected: int, samples: int | None, tail: str, ended: bool = False
+    ) -> None:
         """Do nothing: there are no other ranks."""
 
     def next_pass(self, window: Window, samples: int | None) -> None:

@@ -284,3 +284,10 @@ def _times(values: PerSample | None, factor: PerSample | None) -> PerSample:
         assert isinstance(factor, dict)
         return {name: values * f for name, f in factor.items()}
     return {name: v * (factor if isinstance(factor, Tensor) else factor[name]) for name, v in values.items()}
+
+
+def are_close(a: PerSample, b: PerSample) -> bool:
+    """True if values are equal up to the rounding of batches of different sizes."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and all(are_close(a[name], b[name]) for name in a)
+    return isinstance(b, Tensor) and torch.allclose(a, b, rtol=1e-3, atol=1e-6)

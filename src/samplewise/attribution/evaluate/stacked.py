@@ -42,7 +42,7 @@ def stack_size(step: Step) -> int:
 
 def _is_stackable(step: Step) -> bool:
     config = step.config
-    plain = not (config.transforms.transforms or config.max_grad_norm or config.privacy or config.precision)
+    plain = not (config.transforms.transforms or config.max_grad_norm or config.precision)
     whole = config.samples is None and step.scheduler is None and config.on_nonfinite in (None, "raise")
     parameters = list(step.model.parameters())
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import zip_longest
@@ -17,23 +17,24 @@ from samplewise.core.files import tensor_bytes
 from samplewise.core.snapshot import put_back
 from samplewise.core.text import listed
 from samplewise.errors import PrivacyError
-from samplewise.step.parameters import TrainedParameters
 
 COPIED = 2**20  # elements; larger tensors that are not trained are compared by version and norm, to save memory
 EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def check_private_parameters(trained: TrainedParameters) -> None:
-    """Raise if a parameter may be trained outside of the step, without noise, or such that the noise is too small."""
-    untracked = trained.untracked_parameters()
+def check_private_parameters(wanted: Mapping[str, Tensor], untracked: Mapping[str, Tensor]) -> None:
+    """Raise if a parameter may be trained outside of the step, without noise, or such that the noise is too small.
+    `wanted`: parameters that the step trains. `untracked`: other parameters that require gradients.
+    """
     if untracked:
         raise PrivacyError(
             "all parameters of a private model must be trained by the step, or frozen; found parameters that the "
             f"optimizer does not have: {listed(untracked)}. Add them to the optimizer, or freeze them with "
             "requires_grad_(False)."
         )
-    wanted = trained.wanted()
-    hooked = [name for name, p in wanted.items() if p._backward_hooks or _post_hooks(p)]
+    hooked = [
+        name for name, p in wanted.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
     if hooked:
         raise PrivacyError(
             "parameters of a private step must have no hooks, because a hook gets the sum before noise is added, and "
@@ -49,15 +50,11 @@ def check_private_parameters(trained: TrainedParameters) -> None:
         )
 
 
-def _post_hooks(p: Tensor) -> Any:
-    return getattr(p, "_post_accumulate_grad_hooks", None)
-
-
-def largest_terms(trained: TrainedParameters) -> float:
+def largest_terms(wanted: Mapping[str, Tensor]) -> float:
     """Norm that the terms of a sample may have in the sum, as a multiple of the bound of the sample: the rounding
     errors of larger ones would not be small relative to the bound.
     """
-    return float(max(torch.finfo(p.dtype).eps for p in trained.wanted().values()) ** -0.5)
+    return float(max(torch.finfo(p.dtype).eps for p in wanted.values()) ** -0.5)
 
 
 @dataclass(frozen=True)
@@ -190,12 +187,13 @@ class ModelState:
         if not self._tensors:
             return
         for place in self._changed():
-            known = self._tensors.get((id(place.owner), place.key))
-            if known is None:
+            entry = self._tensors.get((id(place.owner), place.key))
+            if entry is None:
                 del place.owner[place.key]
             else:
-                place.owner[place.key] = known[1].tensor
-                known[1].restore()
+                _, copy = entry
+                place.owner[place.key] = copy.tensor
+                copy.restore()
         self._tensors = {}
 
     def _changed(self) -> list[Place]:
@@ -203,8 +201,8 @@ class ModelState:
         changed: list[Place] = []
         removed = dict(self._tensors)
         for place, tensor in self._places():
-            known = removed.pop((id(place.owner), place.key), None)
-            if known is None or known[1].differs(tensor):
+            entry = removed.pop((id(place.owner), place.key), None)
+            if entry is None or entry[1].differs(tensor):
                 changed.append(place)
         return [*changed, *(place for place, _ in removed.values())]
 

@@ -28,10 +28,13 @@ from samplewise.transforms.transform import NonFiniteCoefficientError
 NOT_FINITE = (NonFiniteLossError, NonFiniteGradientError, NonFiniteCoefficientError)
 
 
-class ScreenedAccumulator(Accumulator):
+class PrivateAccumulator(Accumulator):
     """Accumulator that repeats a microbatch sample by sample if one of them is not finite, and leaves that one out; and
     without the samples that must be added alone.
     """
+
+    checks_at_once = True  # a microbatch is repeated as soon as one of its samples fails
+    drops_samples = True
 
     def __init__(self, inner: PerSampleAccumulator, meter: PrivacyMeter):
         self._inner = inner
@@ -54,7 +57,7 @@ class ScreenedAccumulator(Accumulator):
     def compute_directions(self) -> None:
         self._inner.compute_directions()
 
-    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         if self.needs_window:
             return self._add_window(microbatches, start)
         parts: list[SampleStats] = []
