@@ -5,7 +5,7 @@ import tempfile
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samplewise as sw  # +
@@ -18,7 +18,7 @@ labels = torch.randint(CLASSES, (SAMPLES,))
 x = 2 * torch.randn(CLASSES, FEATURES)[labels] + torch.randn(SAMPLES, FEATURES)
 flipped = torch.randperm(SAMPLES)[:WRONG]
 labels[flipped] = (labels[flipped] + 1) % CLASSES  # wrong labels
-data: Dataset = TensorDataset(x, labels)
+data: Dataset[tuple[Tensor, ...]] = TensorDataset(x, labels)
 data = sw.Indexed(data)  # +
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)

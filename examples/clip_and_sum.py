@@ -8,7 +8,7 @@ import samplewise as sw
 CLIP = 1.0
 
 
-def fit(clip):
+def fit(clip: float) -> tuple[float, float]:
     """Fit a line through points with 16 outliers; return (slope, offset)."""
     torch.manual_seed(0)
     x = torch.rand(256, 1) * 4 - 2

@@ -9,22 +9,24 @@ The images are Fashion-MNIST, or random noise of the same shape if it is not ins
 import argparse
 import copy
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from fashion_mnist import load
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
 
 
-def strided():
+def strided() -> nn.Sequential:
     first, second = nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
 
 
-def pooled(kernel, padding, side):
+def pooled(kernel: int, padding: int, side: int) -> nn.Sequential:
     """Two convolutions with max pooling. `side`: height and width of the input of the linear layer."""
     first, second = nn.Conv2d(1, 16, kernel, padding=padding), nn.Conv2d(16, 32, kernel, padding=padding)
     body = (first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2))
@@ -38,7 +40,7 @@ NETS = {
 }
 
 
-def pictures(samples):
+def pictures(samples: int) -> tuple[str, Tensor, Tensor]:
     try:
         x, y = load()
         return "Fashion-MNIST", x[:samples], y[:samples]
@@ -46,38 +48,39 @@ def pictures(samples):
         return "noise", torch.rand(samples, 1, 28, 28), torch.randint(10, (samples,))
 
 
-def loss_fn(model, batch):
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def loop(model, x, y):
+def loop(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for batch in zip(x.split(1), y.split(1), strict=True):
         model.zero_grad()
         loss_fn(model, batch).sum().backward()
         for name, p in model.named_parameters():
+            assert p.grad is not None  # for type checkers
             total[name] += p.grad**2 / len(y)
     return total
 
 
-def epoch(model, batches):
+def epoch(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
     for batch in batches:
         model.zero_grad()
         loss_fn(model, batch).mean().backward()
 
 
-def seconds(function, *arguments):
+def seconds(job: Callable[[], object]) -> float:
     start = time.process_time()
-    function(*arguments)
+    job()
     return time.process_time() - start
 
 
-def error(found, true):
+def error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """Largest relative error of any parameter, by norm."""
     return max(((found[name] - value).norm() / value.norm()).item() for name, value in true.items())
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--batch", type=int, default=256)
@@ -93,8 +96,8 @@ def main():
         model = make().eval()
         true = loop(copy.deepcopy(model).double(), x.double(), y)
         errors = error(sw.fisher(model, loss_fn, batches), true), error(loop(model, x, y), true)
-        jobs = (epoch, model, batches), (sw.fisher, model, loss_fn, batches), (loop, model, x, y)
-        times = [[seconds(*job) for job in jobs] for _ in range(options.rounds)]
+        jobs = partial(epoch, model, batches), partial(sw.fisher, model, loss_fn, batches), partial(loop, model, x, y)
+        times = [[seconds(job) for job in jobs] for _ in range(options.rounds)]
         plain, fisher, one = (median(column) for column in zip(*times, strict=True))
         print(f"{name:24}{plain:9.2f}{fisher:9.2f}{one:9.2f}{one / fisher:13.1f}{errors[0]:10.0e}{errors[1]:13.0e}")
 

@@ -8,17 +8,19 @@ Other examples import `load` from here. Files of other datasets in the format of
 
 import gzip
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 PLACE = Path("/usr/share/datasets/fashion-mnist")
 NAMES = "T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split()
 BYTES = 8  # type code of unsigned bytes
 
 
-def load(part="train", place=PLACE):
+def load(part: str = "train", place: Path = PLACE) -> tuple[Tensor, Tensor]:
     """Return pixels (N, 1, 28, 28) in [0, 1] and labels (N,). `part` is "train" or "t10k"."""
     pixels = read(place / f"{part}-images-idx3-ubyte.gz", dimensions=3)
     labels = read(place / f"{part}-labels-idx1-ubyte.gz", dimensions=1)
@@ -27,7 +29,7 @@ def load(part="train", place=PLACE):
     return pixels[:, None].float() / 255, labels.long()
 
 
-def load_or_digits(part="train"):
+def load_or_digits(part: str = "train") -> tuple[Tensor, Tensor, Sequence[str]]:
     """Return pixels, labels and class names of Fashion-MNIST; of scikit-learn's digits if it is not installed.
 
     The 1797 digits are enlarged to 28 × 28 pixels; the last 300 are the part "t10k".
@@ -42,7 +44,7 @@ def load_or_digits(part="train"):
     return pixels[which], labels[which], [str(k) for k in range(10)]
 
 
-def read(path, dimensions):
+def read(path: Path, dimensions: int) -> Tensor:
     """Read an IDX file: two zero bytes, type code, number of dimensions, their sizes (4 bytes each), then the data."""
     if not path.exists():
         what_to_do = "Install Debian's package dataset-fashion-mnist, or say where the files are."
@@ -58,7 +60,7 @@ def read(path, dimensions):
     return torch.frombuffer(data, dtype=torch.uint8, offset=start).view(sizes)
 
 
-def main():
+def main() -> None:
     for part in ("train", "t10k"):
         pixels, labels = load(part)
         print(f"{part}: pixels {tuple(pixels.shape)}, labels {tuple(labels.shape)}")

@@ -13,14 +13,16 @@ import copy
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from statistics import mean, median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fashion_mnist import load
 from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score, roc_auc_score
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
 from samplewise.diagnostics.scores import Score
@@ -35,18 +37,20 @@ VISITED: tuple[Score, ...] = ("loss", "norm", "margin", "el2n")  # scores of a t
 PAIRS: tuple[tuple[Score, ...], ...] = (("margin", "el2n"), ("loss", "margin"))  # scores whose ranks are averaged
 BATCH, CHECKPOINTS, FOLDS = 64, 5, 5
 
+Checkpoint = tuple[dict[str, Any], float]  # state_dict of the model, learning rate
 
-def digits():
+
+def digits() -> tuple[Tensor, Tensor]:
     """Return pixels (1797, 64) in [0, 1] and labels (1797,)."""
     pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
     return pixels.float() / 16, labels
 
 
-def perceptron():
+def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def cnn():
+def cnn() -> nn.Module:
     first, second = nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
 
@@ -54,7 +58,7 @@ def cnn():
 DATA = {"digits": (digits, perceptron), "fashion": (load, cnn)}
 
 
-def mislabeled(labels, share, seed):
+def mislabeled(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """Replace a share of the labels by random other classes; return the labels and a mask of the wrong ones."""
     generator = torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(labels), dtype=torch.bool)
@@ -63,11 +67,11 @@ def mislabeled(labels, share, seed):
     return torch.where(wrong, (labels + shift) % 10, labels), wrong
 
 
-def loss_fn(model, batch):
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def seen(model, logits, losses, labels):
+def seen(model: nn.Module, logits: Tensor, losses: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Columns recorded for each sample during training."""
     right = F.one_hot(labels, 10)
     margin = (logits * right).sum(1) - logits.masked_fill(right.bool(), -torch.inf).amax(1)
@@ -75,7 +79,9 @@ def seen(model, logits, losses, labels):
     return {"loss": losses, "margin": margin, "el2n": el2n, "norm": sw.gradients(losses, model).norms()}
 
 
-def train(x, y, options, watch=False):
+def train(
+    x: Tensor, y: Tensor, options: argparse.Namespace, watch: bool = False
+) -> tuple[nn.Module, list[Checkpoint], dict[str, Tensor], float]:
     """Train; return the model, checkpoints, recorded visits (if `watch`) and the median CPU seconds of an epoch."""
     model = DATA[options.data][1]()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
@@ -98,7 +104,7 @@ def train(x, y, options, watch=False):
     return model, checkpoints, {name: torch.cat(parts) for name, parts in visits.items()}, median(seconds)
 
 
-def rankings(x, y, options):
+def rankings(x: Tensor, y: Tensor, options: argparse.Namespace) -> Iterator[tuple[str, Tensor, float]]:
     """Yield (name, score per sample, cost as a multiple of an epoch) for each method."""
     model, checkpoints, _, epoch = train(x, y, options)
     data = list(zip(x.split(256), y.split(256), strict=True))
@@ -117,7 +123,7 @@ def rankings(x, y, options):
         yield f"cleanlab, {FOLDS} folds", -torch.tensor(quality), (time.process_time() - start) / epoch
 
 
-def held_out(x, y, options):
+def held_out(x: Tensor, y: Tensor, options: argparse.Namespace) -> Tensor:
     """(N, 10): what models say of samples that they were not trained on."""
     found = torch.zeros(len(y), 10)
     for part in torch.randperm(len(y)).chunk(FOLDS):
@@ -128,13 +134,13 @@ def held_out(x, y, options):
     return found
 
 
-def recall(wrong, score, share):
+def recall(wrong: Tensor, score: Tensor, share: float) -> float:
     """Share of the wrong labels that are in the first `share` of the ranking."""
     first = score.argsort(descending=True)[: round(share * len(wrong))]
     return (wrong[first].sum() / wrong.sum()).item()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", choices=DATA, default="digits")
     parser.add_argument("--shares", type=float, nargs="+", default=(0.1, 0.2))

@@ -4,7 +4,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
 
@@ -15,33 +15,33 @@ start = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 BOUND = 0.7
 
 
-def loss_fn(model, batch):
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
     return F.cross_entropy(model(inputs), targets, reduction="none")
 
 
-def trainer(step, model):
+def trainer(step: sw.Step, model: nn.Module) -> None:
     sw.Trainer(step, progress=False, device="cpu").fit(batches, epochs=1)
 
 
-def run(step, model):
+def run(step: sw.Step, model: nn.Module) -> None:
     print(step.run(batches))
 
 
-def loop(step, model):
+def loop(step: sw.Step, model: nn.Module) -> None:
     for update in step.over(batches):  # one update per iteration
         if update.index == 2:
             print(f"update {update.index}: loss {update.loss:.3f}, norms up to {update.norms.max():.3f}")
 
 
-def feed(step, model):
+def feed(step: sw.Step, model: nn.Module) -> None:
     for batch in batches:
         for update in step(batch):  # the updates completed by this batch: none, one or several
             print(f"a batch of 12 completed update {update.index} of {update.samples} samples")
     step.flush()  # update with the remaining samples
 
 
-def by_hand(step, model):
+def by_hand(step: sw.Step, model: nn.Module) -> None:
     for first, second in zip(batches[::2], [*batches[1::2], None], strict=True):
         step.accumulate(first)
         if second is not None:
@@ -49,7 +49,7 @@ def by_hand(step, model):
         step.apply()
 
 
-def below(step, model):
+def below(step: sw.Step, model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for inputs, targets in zip(x.split(24), y.split(24), strict=True):
         g = sw.gradients(loss_fn(model, (inputs, targets)), model)

@@ -8,6 +8,7 @@ Nothing is downloaded. Needs transformers and accelerate: pip install 'samplewis
 """
 
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
@@ -24,7 +25,7 @@ class PerSampleTrainer(PerSample, Trainer):
     pass
 
 
-def make_data():
+def make_data() -> tuple[list[dict[str, Any]], set[int]]:
     """Sequences of 10 tokens, of which most belong to the class of the sample; and the ids of samples whose label is
     another one.
     """
@@ -40,7 +41,7 @@ def make_data():
     return samples, set(wrong.tolist())
 
 
-def make_model():
+def make_model() -> BertForSequenceClassification:
     config = BertConfig(
         vocab_size=10 * CLASSES,
         hidden_size=32,
@@ -53,7 +54,7 @@ def make_model():
     return BertForSequenceClassification(config)
 
 
-def main():
+def main() -> None:
     torch.manual_seed(0)
     data, wrong = make_data()
     with TemporaryDirectory() as output:

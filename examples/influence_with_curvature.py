@@ -11,7 +11,7 @@ without curvature, are printed beside. Needs scikit-learn, which contains the di
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
@@ -21,17 +21,17 @@ SHOWN = 7
 SHADES = " .:-=+*#%@"
 
 
-def loss_fn(model, batch):
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def with_wrong_labels(x, y, image, wrong_label):
+def with_wrong_labels(x: Tensor, y: Tensor, image: Tensor, wrong_label: int) -> tuple[Tensor, Tensor]:
     """Labels in which the training images nearest to `image` have the wrong label, and their numbers."""
     nearest = (x - image).norm(dim=1).argsort()[:WRONG]
     return y.index_fill(0, nearest, wrong_label), nearest
 
 
-def trained(x, y, epochs=40):
+def trained(x: Tensor, y: Tensor, epochs: int = 40) -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for _ in range(epochs):
@@ -42,13 +42,13 @@ def trained(x, y, epochs=40):
     return model
 
 
-def drawn(images):
+def drawn(images: Tensor) -> str:
     """Images of 8 x 8 pixels beside each other, as text."""
     rows = (images.view(-1, 8, 8) * (len(SHADES) - 1)).round().long().transpose(0, 1)
     return "\n".join("   ".join("".join(SHADES[shade] for shade in part) for part in row) for row in rows.tolist())
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)  # more threads do not help a network of this size
     torch.manual_seed(0)
     pixels, labels = map(torch.tensor, load_digits(return_X_y=True))

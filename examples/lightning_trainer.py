@@ -5,7 +5,7 @@ import tempfile
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samplewise as sw  # +
@@ -18,21 +18,21 @@ labels = torch.randint(CLASSES, (SAMPLES,))
 x = 2 * torch.randn(CLASSES, FEATURES)[labels] + torch.randn(SAMPLES, FEATURES)
 flipped = torch.randperm(SAMPLES)[:WRONG]
 labels[flipped] = (labels[flipped] + 1) % CLASSES  # wrong labels
-data: Dataset = TensorDataset(x, labels)
+data: Dataset[tuple[Tensor, ...]] = TensorDataset(x, labels)
 
 
 class Classifier(L.LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, CLASSES))
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Tensor]:
         x, y, *_ = batch
         logits = self.net(x)
         losses = F.cross_entropy(logits, y, reduction="none")  # + instead of loss = F.cross_entropy(logits, y)
         return {"loss": losses, "outputs": logits, "labels": y}  # + instead of return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 

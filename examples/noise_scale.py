@@ -8,11 +8,12 @@ with replacement, so that the estimates of |G|² and tr Σ are unbiased. Needs s
 """
 
 import argparse
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
 
@@ -20,18 +21,18 @@ DECAY = 0.99
 HEAD = f"{'batch':>5}{'trace':>16}{'signal':>16}{'below 0':>10}{'scale: median, 80 %':>24}{'running':>16}"
 
 
-def gradients(model, x, y):
+def gradients(model: nn.Module, x: Tensor, y: Tensor) -> sw.Gradients:
     return sw.gradients(F.cross_entropy(model(x), y, reduction="none"), model)
 
 
-def truth(model, x, y):
+def truth(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Return tr Σ and |G|², computed from all per-sample gradients."""
     rows = torch.cat([rows.flatten(1) for rows in gradients(model, x, y).full().values()], 1)
     mean = rows.mean(0)
     return (rows - mean).square().sum(1).mean().item(), mean.square().sum().item()
 
 
-def estimates(model, x, y, size, batches):
+def estimates(model: nn.Module, x: Tensor, y: Tensor, size: int, batches: int) -> Iterator[tuple[float, float, float]]:
     """Yield trace and signal of each batch, and the running estimate of the scale after it."""
     running, generator = sw.NoiseScale(decay=DECAY), torch.Generator().manual_seed(size)
     for _ in range(batches):
@@ -41,7 +42,7 @@ def estimates(model, x, y, size, batches):
         yield noise.trace, noise.signal, running.add(g).scale
 
 
-def line(found, trace, signal):
+def line(found: Tensor, trace: float, signal: float) -> str:
     """Format one row; values are multiples of the true values."""
     traces, signals, running = found[:, 0] / trace, found[:, 1] / signal, found[:, 2] / (trace / signal)
     low, middle, high = (traces / signals).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
@@ -50,11 +51,11 @@ def line(found, trace, signal):
     return f"{spread(traces):>16}{spread(signals):>16}{below:10.1%}{ratio:>24}{spread(settled):>16}"
 
 
-def spread(values):
+def spread(values: Tensor) -> str:
     return f"{values.mean():.3f} ± {values.std():.3f}"
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batches", type=int, default=50)
     options = parser.parse_args()

@@ -3,7 +3,7 @@
 from time import perf_counter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
 
@@ -14,7 +14,7 @@ y = x @ truth + 0.1 * torch.randn(600, 1)
 y[300:] += 3 * x[300:, :1]  # the target changes half-way
 
 
-def loss_fn(model, batch):
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
     return (model(inputs) - targets).square().sum(1)
 

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
 
@@ -26,7 +26,7 @@ print("norms, from its diag ", g.gram().diagonal().sqrt())
 print("projected to 4 dims  ", tuple(g.project(4, seed=0).shape))
 
 
-def sizes(tensors):
+def sizes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -13,16 +13,20 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from fashion_mnist import load
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import samplewise as sw
+from samplewise.privacy.meter import Spent
+
+Samples = tuple[Tensor, Tensor]  # pixels, labels
 
 
 @dataclass(frozen=True)
@@ -42,25 +46,25 @@ class Settings:
     average: float = 0.0  # decay of the exponential moving average of the parameters; 0 for the last parameters
 
 
-def digits():
+def digits() -> tuple[Samples, Samples]:
     """Return pixels in [0, 1] and labels of 1,500 training and 297 test images of 8 × 8 pixels."""
     pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
     pixels = pixels.float().view(-1, 1, 8, 8) / 16
     return (pixels[:1500], labels[:1500]), (pixels[1500:], labels[1500:])
 
 
-def small_cnn():
+def small_cnn() -> nn.Module:
     first, second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 16, 3)
     layers = first, nn.Tanh(), nn.MaxPool2d(2), second, nn.Tanh(), nn.Flatten(), nn.Linear(64, 10)
     return nn.Sequential(*layers)
 
 
-def fashion():
+def fashion() -> tuple[Samples, Samples]:
     """Return pixels in [0, 1] and labels of 60,000 training and 10,000 test images of 28 × 28 pixels."""
     return load("train"), load("t10k")
 
 
-def published_cnn():
+def published_cnn() -> nn.Module:
     """CNN of Tramèr and Boneh for Fashion-MNIST: 26,010 parameters. channels_last halves the time of its pooling."""
     first, second = nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Conv2d(16, 32, 4, stride=2)
     features = first, nn.Tanh(), nn.MaxPool2d(2, stride=1), second, nn.Tanh(), nn.MaxPool2d(2, stride=1)
@@ -80,7 +84,9 @@ VARIANTS = {
 DATA = {"digits": (digits, small_cnn), "fashion": (fashion, published_cnn)}
 
 
-def plan(settings, samples, seed=None, accountant="pld"):
+def plan(
+    settings: Settings, samples: int, seed: int | None = None, accountant: Literal["pld", "rdp"] = "pld"
+) -> sw.Privacy:
     return sw.Privacy(
         noise_multiplier=settings.noise,
         delta=settings.delta,
@@ -92,7 +98,7 @@ def plan(settings, samples, seed=None, accountant="pld"):
     )
 
 
-def train(model, data, settings, privacy):
+def train(model: nn.Module, data: Samples, settings: Settings, privacy: sw.Privacy) -> tuple[nn.Module, Spent]:
     """Train with privacy; return the model to use, which may have averaged parameters, and the privacy spent."""
     pixels, labels = data
     loader = privacy.loader(TensorDataset((pixels - settings.mean) / settings.std, labels))
@@ -110,13 +116,13 @@ def train(model, data, settings, privacy):
 
 
 @torch.no_grad()
-def accuracy(model, data, settings):
+def accuracy(model: nn.Module, data: Samples, settings: Settings) -> float:
     pixels, labels = data
     parts = ((pixels - settings.mean) / settings.std).split(1000)
     return (torch.cat([model(part).argmax(1) for part in parts]) == labels).float().mean().item()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", choices=DATA, default="digits")
     parser.add_argument("--variant", choices=VARIANTS, default="published")

@@ -9,7 +9,7 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
 
@@ -19,19 +19,19 @@ SEEDS = 5
 torch.set_num_threads(1)  # tensors are small
 
 
-def loss_fn(model, batch):
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def sample(rules, tasks):
+def sample(rules: tuple[Tensor, Tensor], tasks: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs around the center of each sample's task, and labels by the rule of the task."""
     centers, weights = rules
     x = centers[tasks] + torch.randn(len(tasks), FEATURES)
     return x, torch.einsum("nf,nfc->nc", x - centers[tasks], weights[tasks]).argmax(1)
 
 
-def train(x, y, epochs):
+def train(x: Tensor, y: Tensor, epochs: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(epochs):
@@ -42,12 +42,12 @@ def train(x, y, epochs):
     return model, optimizer
 
 
-def accuracy(model, x, y):
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     with torch.no_grad():
         return (model(x).argmax(1) == y).float().mean().item()
 
 
-def run(seed):
+def run(seed: int) -> list[float]:
     torch.manual_seed(seed)
     rules = 0.7 * torch.randn(TASKS, FEATURES), torch.randn(TASKS, FEATURES, CLASSES)
     tasks = torch.randint(TASKS, (POOL,))

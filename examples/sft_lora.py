@@ -31,7 +31,7 @@ class PerSampleSFTTrainer(PerSample, SFTTrainer):
     pass
 
 
-def make_sentences():
+def make_sentences() -> list[str]:
     """Sentences of the form "Ada likes red apples .", of which the first few have shuffled words."""
     generator = random.Random(0)
     sentences = []
@@ -44,7 +44,7 @@ def make_sentences():
     return sentences
 
 
-def make_tokenizer():
+def make_tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", *NAMES, *VERBS, *THINGS, "red", "."]
     tokenizer = Tokenizer(models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -52,7 +52,7 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def make_model(vocabulary):
+def make_model(vocabulary: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=32,
@@ -65,7 +65,7 @@ def make_model(vocabulary):
     return LlamaForCausalLM(config)
 
 
-def main():
+def main() -> None:
     torch.manual_seed(0)
     disable_progress_bars()
     data = Dataset.from_dict({"text": make_sentences()})

@@ -1,9 +1,10 @@
 """Update size, batch size and microbatch size are independent: the same parameters for every combination."""
 
 import copy
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
@@ -14,7 +15,7 @@ y = torch.randint(0, 3, (100,))
 start = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
 
 
-def train(batch_size, **options):
+def train(batch_size: int, **options: Any) -> Tensor:
     """Train one epoch; return all parameters as one vector."""
     model = copy.deepcopy(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,12 +1,13 @@
 """Weight per-sample gradients before the sum: seven line fits with outliers."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import samplewise as sw
+from samplewise.transforms.transform import SampleTransform
 
 
-def points(n, outliers):
+def points(n: int, outliers: int) -> dict[str, Tensor]:
     x = torch.rand(n, 1) * 4 - 2
     y = 3 * x + 1 + 0.1 * torch.randn(n, 1)
     y[:outliers] -= 40
@@ -15,7 +16,7 @@ def points(n, outliers):
     return {"x": x, "y": y, "trust": trust}
 
 
-def loss_fn(model, batch):
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (model(batch["x"]) - batch["y"]).square().sum(1)
 
 
@@ -24,17 +25,17 @@ data, clean = points(256, outliers=16), points(8, outliers=0)
 model = nn.Linear(1, 1)
 
 
-def towards_clean():
+def towards_clean() -> dict[str, Tensor]:
     """Mean gradient of a few clean points, computed for every update."""
     return sw.gradients(loss_fn(model, clean), model).mean()
 
 
-def cauchy(losses):
+def cauchy(losses: Tensor) -> Tensor:
     """Custom transform: argument names select losses, norms, counts or batch."""
     return 1 / (1 + losses)
 
 
-WAYS = {
+WAYS: dict[str, list[SampleTransform]] = {
     "unweighted": [],
     "clipped to norm 1": [sw.clip(1.0)],
     "normalized": [sw.normalize()],

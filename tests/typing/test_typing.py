@@ -42,13 +42,15 @@ def test_public_types(check):
 
 # --- examples ---------------------------------------------------------------------------------------------------------
 
-# Examples have no annotations, as most scripts of users: the bodies of their functions are checked all the same.
-LIKE_A_SCRIPT = ("--config-file=", "--check-untyped-defs", "--ignore-missing-imports", "--python-version=3.11")
+# As a user checks a script: without the settings of pyproject.toml. Much of torch is untyped, so that calls of its methods
+# and what modules return are not errors; a package that is not installed has classes of type Any.
+STRICT = ("--config-file=", "--strict", "--ignore-missing-imports", "--python-version=3.11")
+UNTYPED_PACKAGES = ("--allow-untyped-calls", "--no-warn-return-any", "--allow-subclassing-any")
 
 
 @pytest.mark.slow
 def test_mypy_accepts_the_examples(tmp_path):
-    assert mypy(*LIKE_A_SCRIPT, f"--cache-dir={tmp_path}", "examples") == {}
+    assert mypy(*STRICT, *UNTYPED_PACKAGES, f"--cache-dir={tmp_path}", "examples") == {}
 
 
 @pytest.mark.slow
