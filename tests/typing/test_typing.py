@@ -42,8 +42,8 @@ def test_public_types(check):
 
 # --- examples ---------------------------------------------------------------------------------------------------------
 
-# As a user checks a script: without the settings of pyproject.toml. Much of torch is untyped, so that calls of its methods
-# and what modules return are not errors; a package that is not installed has classes of type Any.
+# As a user checks a script: without the settings of pyproject.toml. Much of torch is untyped, so that calls of its
+# methods and what modules return are not errors; a package that is not installed has classes of type Any.
 STRICT = ("--config-file=", "--strict", "--ignore-missing-imports", "--python-version=3.11")
 UNTYPED_PACKAGES = ("--allow-untyped-calls", "--no-warn-return-any", "--allow-subclassing-any")
 

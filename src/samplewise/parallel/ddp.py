@@ -8,6 +8,7 @@ bypasses the wrapper and its reducer. The reducer does not see gradients that ar
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +24,7 @@ from samplewise.core.snapshot import Buffers, checksum
 from samplewise.errors import DistributedError
 from samplewise.parallel.group import current_group
 from samplewise.parallel.overlap import Overlap
-from samplewise.parallel.sharded_parameters import is_dtensor
+from samplewise.parallel.sharded_parameters import harmless_hooks, is_dtensor
 from samplewise.parallel.strategy_base import ParallelStrategy, SumFunction
 
 
@@ -231,6 +232,7 @@ def _add_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> N
 
 
 register_module_module_registration_hook(_add_wrapper)
+harmless_hooks.registered += 1  # it sees no gradients
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -263,15 +265,19 @@ def _wrappers_of(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """Wrappers that one of the parameters belongs to, in a multi-rank process."""
     if not current_group().distributed:
         return []
+    _find_earlier_wrappers()
     replicas = {id(p) for p in parameters if not is_dtensor(p)}
-    wrappers = [wrapper for wrapper in _wrappers if any(id(p) in replicas for p in wrapper.module.parameters())]
-    if replicas and not wrappers and not _knows_all_wrappers:
-        raise DistributedError(
-            "a DistributedDataParallel must be known, because it sums gradients over ranks; found parameters that may "
-            "belong to one: the process group was initialized before samplewise was first used. Pass the "
-            "DistributedDataParallel as the model, or import samplewise.parallel before init_process_group."
-        )
-    return wrappers
+    return [wrapper for wrapper in _wrappers if any(id(p) in replicas for p in wrapper.module.parameters())]
+
+
+def _find_earlier_wrappers() -> None:
+    """Search for wrappers that were made before this module was imported, once, if there may be any. Torch keeps no
+    list of them, and their parameters do not refer to them: only the garbage collector knows.
+    """
+    global _knows_all_wrappers
+    if not _knows_all_wrappers:
+        _wrappers.update(thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+        _knows_all_wrappers = True
 
 
 def refuse_replicas(parameters: Iterable[Tensor]) -> None:
