@@ -33,7 +33,7 @@ def pooled(kernel: int, padding: int, side: int) -> nn.Sequential:
     return nn.Sequential(*body, nn.Flatten(), nn.Linear(32 * side**2, 10))
 
 
-NETS = {
+NETS: dict[str, Callable[[], nn.Sequential]] = {
     "3×3, stride 2": strided,
     "5×5, pooling": lambda: pooled(5, 0, 4),
     "3×3, padding, pooling": lambda: pooled(3, 1, 7),
