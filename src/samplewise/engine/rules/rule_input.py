@@ -131,8 +131,9 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
         return None
     target = use.shape if shape is None else shape
     aligned = (1,) * (values.dim() - len(target)) + target
-    if isinstance(use.owner_map, Irregular):
-        return _sum_gathered(use, use.owner_map, values, aligned)
+    owner_map = use.owner_maps[0]
+    if isinstance(owner_map, Irregular):
+        return _sum_gathered(use, owner_map, values, aligned)
     split = use.sample_split(tuple(values.shape), aligned)
     if split is None:
         return None
