@@ -329,8 +329,8 @@ def _switches(sizes: Tensor) -> list[Tensor]:
     unbalanced = (~silent & (sizes < UNBALANCED * sizes.amax(0))).any()
     if len(groups) <= most and not unbalanced:
         return [group.to(torch.float64) for group in groups]
-    chosen = passes_of_samples(samples)
-    return [sizes.new_tensor([float(k in subset) for subset in chosen]) for k in range(most)]
+    subsets = passes_of_samples(samples)
+    return [sizes.new_tensor([float(k in subset) for subset in subsets]) for k in range(most)]
 
 
 def _check_switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Tensor:
@@ -365,9 +365,9 @@ def _owner_of(seen: Tensor, plain: Tensor, samples: int) -> Tensor:
     UNKNOWN: non-zero in fewer passes than any sample, by rounding or underflow. MIXED: no sample has this set.
     """
     sets = [sum(1 << k for k in passes) for passes in passes_of_samples(samples)]
-    known, order = torch.tensor(sets, device=seen.device).sort()
-    place = torch.searchsorted(known, seen.contiguous()).clamp_max(samples - 1)
-    owner = torch.where(known[place] == seen, order[place], MIXED)
+    ordered_sets, order = torch.tensor(sets, device=seen.device).sort()
+    place = torch.searchsorted(ordered_sets, seen.contiguous()).clamp_max(samples - 1)
+    owner = torch.where(ordered_sets[place] == seen, order[place], MIXED)
     bits = torch.stack([(seen >> k) & 1 for k in range(passes_needed(samples))])
     few = bits.sum(0) < len(passes_of_samples(samples)[0])
     owner = torch.where(few, UNKNOWN, owner)
