@@ -210,7 +210,7 @@ def test_sums_of_pairs_of_tokens_need_a_wait_and_are_exact_where_they_cancel(wai
         waits()
         found = norms(model, x.to(DEVICE, non_blocking=True), signs.to(DEVICE, non_blocking=True))
         waited = waits()
-    assert ("nonzero", "engine/quantities.py _with_canceled_norms") in places(waited)
+    assert ("nonzero", "engine/quantities.py _scaled_norms_by_name") in places(waited)
     torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-3, atol=0)
 
 

@@ -139,7 +139,7 @@ class GenericGrad(RowwiseGrad):
             return accumulable(self._call(self.use.gradients))
         if any(g.dtype in HALF_PRECISION for g in self.use.gradients.values()):
             return by_rows.sum(self, weights)  # weighted gradients would be rounded to half precision
-        return self._call(self._weighted(weights))
+        return self._call(self._weighted_gradients(weights))
 
     def summed_apart(self, weights: Tensor | None) -> Tensor:
         return by_rows.sum(self, weights)  # the operation may cancel what is large in the output's gradient
@@ -147,7 +147,7 @@ class GenericGrad(RowwiseGrad):
     def is_linear(self, graph: Graph, weights: Tensor) -> bool:
         """True if the node's backward is linear: compared for all samples, and for samples with these weights (b,)."""
         first = self.use.gradients
-        second = self._weighted(weights)
+        second = self._weighted_gradients(weights)
         both = {slot: g + second[slot] for slot, g in first.items()}
         a, b, c = (accumulable(self._call(gradients)) for gradients in (first, second, both))
         return is_additive(graph, a, b, c, largest(both.values()))
@@ -178,7 +178,7 @@ class GenericGrad(RowwiseGrad):
             self.verdicts[key] = False
         return grad
 
-    def _weighted(self, weights: Tensor) -> dict[int, Tensor]:
+    def _weighted_gradients(self, weights: Tensor) -> dict[int, Tensor]:
         return {slot: self.use.owner_maps[slot].apply_weights(g, weights) for slot, g in self.use.gradients.items()}
 
     def _call(self, gradients: dict[int, Tensor]) -> Tensor:

@@ -178,6 +178,7 @@ def accumulate(
     `apart`: use `PerSampleGrad.summed_apart`, and dense sums also of sparse gradients.
     """
     g._evaluator.check_open()
+    # A sum of gradients whose norms were finite, with weights of at most 1, is finite: no check of each sum.
     bounded = g._norms.bound_sums(weights)
     per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
     ordinary = g._sharded if apart else g._evaluator.strategy == "twice" or g._needs_autograd()
@@ -203,6 +204,7 @@ def accumulate(
             may_overflow[name] = total
         return total
 
+    # Without `ready`, all sums are checked before the first one is added, so that an error leaves `.grad` unchanged.
     if ready is None:
         with g._evaluator.context():
             sums = dict(g._evaluator.release(quantity))

@@ -90,7 +90,7 @@ class HookChecks:
             self._watched.update({(graph.nodes[at], slot): (at, slot) for slot in self.slots[at]})
         self.captures: list[tuple[Node, int]] = []  # edges with several consumers, whose gradients autograd adds
         self._arrivals: dict[EdgeKey, _Arrival] = {}
-        self._left: dict[int, Mapping[int, Tensor]] = {}  # by node, in the order of the pass
+        self._remainders: dict[int, Mapping[int, Tensor]] = {}  # by node, in the order of the pass
         self._foreign = foreign_hooks() if self.slots else 0
         self._thread = threading.get_ident()
 
@@ -112,7 +112,7 @@ class HookChecks:
                 handles.append(nodes[at].register_hook(partial(self._after, at)))
             else:
                 handles.append(nodes[at].register_prehook(partial(self._before, at)))
-        handles += [nodes[at].register_hook(partial(self._returned, uses)) for at, uses in consumers.items()]
+        handles += [nodes[at].register_hook(partial(self._read_operands, uses)) for at, uses in consumers.items()]
         return remove_afterwards(handles)
 
     def start(self, edges: Iterable[tuple[Node, int]], gradients: Iterable[Tensor]) -> None:
@@ -131,7 +131,7 @@ class HookChecks:
     def reach(self, at: int, gradients: Mapping[int, Tensor]) -> None:
         """Note what the hooks of a node have left of its gradients (by output slot)."""
         if at in self.slots:
-            self._left.setdefault(at, gradients)
+            self._remainders.setdefault(at, gradients)
 
     # Autograd would take a value that one of these hooks returns for other gradients.
 
@@ -142,7 +142,7 @@ class HookChecks:
     def _after(self, at: int, operands: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
         self._before(at, operands)  # of an identity: operand k is output k
 
-    def _returned(
+    def _read_operands(
         self, uses: Sequence[tuple[int, EdgeKey]], operands: Sequence[Tensor | None], gradients: object
     ) -> None:
         if threading.get_ident() == self._thread:
@@ -186,14 +186,14 @@ class HookChecks:
         the gradient of other edges, too.
         """
         arrival = self._arrivals.get(key)
-        left = self._left.get(key[0], {}).get(key[1])
+        remainder = self._remainders.get(key[0], {}).get(key[1])
         if arrival is None:
-            return None if left is not None and bool(left.any()) else False
-        if left is None or left.layout is not torch.strided or left.shape != arrival.value.shape:
+            return None if remainder is not None and bool(remainder.any()) else False
+        if remainder is None or remainder.layout is not torch.strided or remainder.shape != arrival.value.shape:
             return None
         if arrival.tensor is not None and not have_same_bytes(arrival.tensor, arrival.value):
             return None
-        return left is not arrival.tensor  # equal values are not enough: a roll may leave them as they are
+        return remainder is not arrival.tensor  # equal values are not enough: a roll may leave them as they are
 
     def _follow(self, owners: Mapping[EdgeKey, OwnerMap]) -> bool:
         """Call all hooks again with weighted gradients; True if what they leave follows the weights."""
@@ -207,13 +207,13 @@ class HookChecks:
 
         def replay() -> None:
             with torch.no_grad():
-                for at, left in self._left.items():
+                for at, remainder in self._remainders.items():
                     keys = [(at, slot) for slot in self.slots[at] if (at, slot) in self._arrivals]
                     weighted = {key: owners[key].apply_weights(self._arrivals[key].value, weights) for key in keys}
                     results = self._call_hooks(at, {slot: g for (_, slot), g in weighted.items()})
                     for key in keys:
                         result = results[key[1]]
-                        expected = owners[key].apply_weights(left[key[1]], weights)
+                        expected = owners[key].apply_weights(remainder[key[1]], weights)
                         if result is None or result.shape != expected.shape:
                             flags.append(torch.zeros((), dtype=torch.bool))
                         else:
@@ -236,16 +236,16 @@ class HookChecks:
                 (arriving[slot],) = _engine_run_backward(
                     edge, (gradient,), True, False, edge, True, accumulate_grad=False
                 )
-        left: Sequence[Tensor | None] = tuple(arriving)
+        remainder: Sequence[Tensor | None] = tuple(arriving)
         for hook in self.places.before.get(at, ()):
-            left = _replaced(left, hook(left))
-        passed = left
+            remainder = _after_hook(remainder, hook(remainder))
+        after_prehooks = remainder
         for hook in self.places.after.get(at, ()):
-            left = _replaced(left, hook(left, passed))
-        return left
+            remainder = _after_hook(remainder, hook(remainder, after_prehooks))
+        return remainder
 
 
-def _replaced(gradients: Sequence[Tensor | None], result: object) -> Sequence[Tensor | None]:
+def _after_hook(gradients: Sequence[Tensor | None], result: object) -> Sequence[Tensor | None]:
     """The gradients after a hook that has returned this result."""
     if result is None:
         return gradients

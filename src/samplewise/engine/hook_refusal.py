@@ -106,7 +106,7 @@ def _compare(plan: Plan, graph: Graph) -> None:
     def measure(grad: PerSampleGrad, name: str) -> None:
         # Rows of operations without a rule are computed one by one; a hook may act on their sum in another way.
         total = by_rows.sum(grad, weights) if isinstance(grad, RowwiseGrad) else grad.sum(weights)
-        sums[name] = _shown(graph, name, total)
+        sums[name] = _comparable(graph, name, total)
         sizes[name] = float((grad.underflowed_norms(every) * weights).sum())
 
     with torch.no_grad():
@@ -132,17 +132,17 @@ def _rounding_errors(plan: Plan, graph: Graph, weights: Tensor, parameter: str) 
     """Rounding errors of the gradient of a parameter: relative to the terms that are added, which may cancel, as those
     of the bias of keys do over tokens.
     """
-    found: list[float] = []
+    terms: list[float] = []
 
     def measure(grad: PerSampleGrad, name: str) -> None:
         if name == parameter:
-            found.append(float((term_norms(grad).double() * weights).sum()))
+            terms.append(float((term_norms(grad).double() * weights).sum()))
 
     graph.tracks_terms, before = True, graph.tracks_terms
     with torch.no_grad():
         backward_past(graph, plan.stops, GradBuilder(plan, graph, measure, differentiable=False, keep=False).add)
     graph.tracks_terms = before
-    return Tolerance(graph).relative * sum(found)
+    return Tolerance(graph).relative * sum(terms)
 
 
 def _tolerances(graph: Graph) -> tuple[float, float]:
@@ -164,13 +164,13 @@ def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
 
     def receive(name: str, gradient: Tensor) -> None:
-        gradients[name] = _shown(graph, name, gradient)
+        gradients[name] = _comparable(graph, name, gradient)
 
     backward_to_leaves(graph, names, weights, receive)
     return gradients
 
 
-def _shown(graph: Graph, name: str, gradient: Tensor) -> Tensor:
+def _comparable(graph: Graph, name: str, gradient: Tensor) -> Tensor:
     """The gradient; of a sharded model a random projection of it, with the same norm in expectation, to save memory."""
     if not graph.sharded:
         return gradient

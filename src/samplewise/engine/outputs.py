@@ -49,7 +49,7 @@ def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) 
     tensors = checked_outputs(loss, outputs)
     stops = {edge_of(z): Stop(z) for z in tensors}
     for z in tensors:
-        for edge, copy in _copied(z):
+        for edge, copy in _copies_of(z):
             stops.setdefault(edge, Stop(z, copy))
     with graph_alive():
         consumers = _consumers(loss, stops, wanted)
@@ -111,7 +111,7 @@ def _description(outputs: Any) -> str:
     return type(outputs).__name__
 
 
-def _copied(z: Tensor) -> Iterator[tuple[Edge, tuple[Node, int]]]:
+def _copies_of(z: Tensor) -> Iterator[tuple[Edge, tuple[Node, int]]]:
     """Edges of the tensors that an output is an unchanged copy of, with the node that copies each
     and the position of its operand."""
     edge = edge_of(z)

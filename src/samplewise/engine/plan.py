@@ -160,6 +160,7 @@ class Plan:
 def make_plan(graph: Graph, cut: Cut) -> Plan:
     """Return the plan for a graph and its cut. Checks that each parameter in the graph has a route."""
     keys = tuple([(graph.index[node], position) for node, position in cut.operands])
+    # Routes to the parameters depend on the structure alone: graphs with other shapes share them.
     branches = once(graph.structure.results, (Branch, keys), partial(_branches, graph, keys))
     operands: dict[int, list[OperandPlan]] = {}
     reads: dict[int, dict[str, None]] = {}
@@ -297,11 +298,11 @@ class Planner:
 
     def _holds(self, plan: Plan) -> bool:
         """True if a cached plan is valid here: same rules, no sample data below the cut, verified ownership."""
-        if list(map(RULES.get, plan.rules)) != list(plan.rules.values()):
+        if list(map(RULES.get, plan.rules)) != list(plan.rules.values()):  # the caller may have added a rule
             return False
         if plan.data_entries and not self._allows_data(plan):
             return False
-        if plan.claims and is_traced(self.graph.losses):
+        if plan.claims and is_traced(self.graph.losses):  # claims are verified with values
             return False
         return not plan.claims or hold(plan.claims, self.graph)
 
@@ -429,7 +430,7 @@ class GradBuilder:
             elif operand_plan.rule is not None and node not in self._reader.sparse:  # rules are for strided tensors
                 rule = operand_plan.rule
                 grad = rule.factors(use) if self.factors and rule.factors is not None else rule.grad(use)
-            if grad is None:
+            if grad is None:  # no rule, or one that does not support this use
                 generic = GenericGrad(use, self.differentiable, self._verdicts, (at, operand_plan.operand.position))
                 grad = generic.broadcast() or generic
                 if is_python_function(node):

@@ -87,7 +87,9 @@ class Norms:
         joint: the parameters of a pack may have the norms of the pack instead, as one tensor.
         """
         if self._by_name is None or (self._joint and not joint):
-            earlier = {name: norms for name, norms in (self._by_name or {}).items() if name not in self._joint}
+            earlier: dict[str, Tensor] = {}  # norms that need not be computed again
+            if self._by_name is not None:
+                earlier = {name: norms for name, norms in self._by_name.items() if name not in self._joint}
             self._joint.clear()
             self._by_name = self._evaluator.evaluate(partial(self._norms_of, joint, earlier))
         return self._by_name

@@ -267,7 +267,7 @@ class BackwardStrategy:
         self.factors = factors
         self.grads: dict[str, PerSampleGrad] = {}
         self.rows: dict[str, DenseGrad] = {}  # small ones of the last pass, if gradients are not kept
-        self.versions = Versions()
+        self.versions: Versions  # of the tensors that `grads` refer to, from the pass that has made them
         self.ordinary: Callable[[], object] | None = None  # ordinary backward pass that replaces the next one here
         self.make_builder: type[GradBuilder] = GradBuilder  # `profile` has one that measures its time
 

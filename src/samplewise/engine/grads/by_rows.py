@@ -57,10 +57,10 @@ def underflowed_norms(grad: HasRows, samples: Tensor) -> Tensor:
     # The chunks are the same for all parameters, because some parameters share cached rows.
     norms = []
     for start in range(0, grad.samples, grad.step):
-        here = samples[(samples >= start) & (samples < start + grad.step)]
-        if len(here):
-            first, last = int(here[0]), int(here[-1])
-            norms.append(scaled_norms(_wide(_flat(grad.rows(first, last + 1))))[here - first])
+        in_chunk = samples[(samples >= start) & (samples < start + grad.step)]
+        if len(in_chunk):
+            first, last = int(in_chunk[0]), int(in_chunk[-1])
+            norms.append(scaled_norms(_wide(_flat(grad.rows(first, last + 1))))[in_chunk - first])
     return torch.cat(norms)
 
 
@@ -101,27 +101,27 @@ def paired_dot(grad: HasRows, other: HasRows) -> Tensor:
     parts = []
     step = min(grad.step, other.step)
     for part, rows in chunks(grad, step):
-        mine, theirs = _flat(rows), _flat(other.rows(part.start, part.stop))
-        wide = torch.promote_types(mine.dtype, theirs.dtype)
-        parts.append(_paired_inner(mine.to(wide), theirs.to(wide)))
+        flat, other_flat = _flat(rows), _flat(other.rows(part.start, part.stop))
+        wide = torch.promote_types(flat.dtype, other_flat.dtype)
+        parts.append(_paired_inner(flat.to(wide), other_flat.to(wide)))
     return torch.cat(parts)
 
 
 def gram(grad: HasRows, other: HasRows) -> Tensor:
     step = max(1, GRAM_CHUNK // max(grad.row_size, 1))
-    return torch.cat([_against(_flat(rows), other, step) for _, rows in chunks(grad, step)])
+    return torch.cat([_gram_columns(_flat(rows), other, step) for _, rows in chunks(grad, step)])
 
 
-def _against(rows: Tensor, other: HasRows, step: int) -> Tensor:
+def _gram_columns(rows: Tensor, other: HasRows, step: int) -> Tensor:
     return torch.cat([_real_inner(rows, _flat(more).T) for _, more in chunks(other, step)], dim=1)
 
 
 def sum(grad: HasRows, weights: Tensor | None) -> Tensor:
     total: Tensor | None = None
     for part, rows in chunks(grad):
-        here = rows.new_ones(len(rows)) if weights is None else weights[part].to(rows.dtype)
+        column = rows.new_ones(len(rows)) if weights is None else weights[part].to(rows.dtype)
         flat = _flat(rows).T
-        total = flat @ here if total is None else total.addmv_(flat, here)
+        total = flat @ column if total is None else total.addmv_(flat, column)
     assert total is not None
     return total.view(grad.shape)
 
@@ -138,11 +138,11 @@ def sum_of_squares(grad: HasRows, center: Tensor | None) -> Tensor:
 def project(grad: HasRows, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
     """As `PerSampleGrad.project`; rows are multiplied by `scale`, of the parameter's shape, if it is not None."""
     return torch.cat(
-        [_projected(grad, rows if scale is None else rows * scale, left, right) for _, rows in chunks(grad)]
+        [_project_rows(grad, rows if scale is None else rows * scale, left, right) for _, rows in chunks(grad)]
     )
 
 
-def _projected(grad: HasRows, rows: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _project_rows(grad: HasRows, rows: Tensor, left: Tensor, right: Tensor) -> Tensor:
     left, right = left.to(rows.dtype), right.to(rows.dtype)
     o, i = as_matrix(grad.shape)
     if i == 1:
@@ -196,6 +196,6 @@ def weighted_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return rows.sum(0)
     flat = rows if rows.dim() == 2 else rows.reshape(rows.shape[0], -1)
-    own = weights if weights.dtype is rows.dtype else weights.to(rows.dtype)
-    total = torch.mv(flat.t(), own)
+    column = weights if weights.dtype is rows.dtype else weights.to(rows.dtype)
+    total = torch.mv(flat.t(), column)
     return total if rows.dim() == 2 else total.view(rows.shape[1:])

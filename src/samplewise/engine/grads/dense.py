@@ -41,8 +41,8 @@ class DenseGrad(RowwiseGrad):
 
     def is_apart_from(self, tensors: Iterable[object]) -> bool:
         """True if the rows share no memory with any of these tensors."""
-        own = {part.untyped_storage()._cdata for part in self.parts}
-        return not any(isinstance(t, Tensor) and stored_values(t).untyped_storage()._cdata in own for t in tensors)
+        storages = {part.untyped_storage()._cdata for part in self.parts}
+        return not any(isinstance(t, Tensor) and stored_values(t).untyped_storage()._cdata in storages for t in tensors)
 
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:

@@ -108,7 +108,7 @@ def _sum_term(term: Term, weights: Tensor | None) -> Tensor:
         return _scatter_sum(left, right, weights)
     if isinstance(right, OneHot):
         return _scatter_sum(right, left, weights).T
-    if left.shape[-1] < right.shape[-1]:
+    if left.shape[-1] < right.shape[-1]:  # the smaller factor is multiplied by the weights
         left = _apply_weights(left, weights)
     else:
         right = _apply_weights(right, weights)
@@ -222,7 +222,7 @@ class FactoredGrad(PerSampleGrad):
         """As `PerSampleGrad.squared_norms`. exactly: if False, NaN for samples whose sum of pairs cancels."""
         left, right = self.terms[0]
         if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
-            return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
+            return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))  # |l x r| = |l| |r|
         if prod(self.shape) <= ROWS_PAY_FOR_NORMS * self._stored_elements():
             return by_rows.squared_norms(self)
         return self._squared_norms_by_pairs(exactly)
@@ -235,6 +235,8 @@ class FactoredGrad(PerSampleGrad):
         return super().norms()
 
     def _squared_norms_by_pairs(self, exactly: bool) -> Tensor:
+        # |sum_t l_t x r_t|^2 = sum_ts <l_t, l_s> <r_t, r_s>: the "ghost norm", which needs no rows. Pairs of two
+        # different terms count twice.
         pairs = PairSums()
         for n, p in enumerate(self.terms):
             _add_pairs_within(pairs, p)
@@ -266,6 +268,7 @@ class FactoredGrad(PerSampleGrad):
     def _scale_terms(self) -> tuple[Tensor, FactoredGrad]:
         """Scale (b,) and gradients divided by it, such that the products of factors have magnitude 1."""
         scale = torch.stack([_largest(term.left) * _largest(term.right) for term in self.terms]).amax(0)
+        # The product of two large values may be infinite: the norm would be infinity times zero.
         scale = torch.where(scale > 0, scale, 1).clamp(max=torch.finfo(scale.dtype).max)
         return scale, FactoredGrad([_divide_term(term, scale) for term in self.terms], self.shape)
 
@@ -301,7 +304,7 @@ class FactoredGrad(PerSampleGrad):
                 and isinstance(right, Tensor)
                 and isinstance(right2, Tensor)
             )
-            return (left[:, 0] @ left2[:, 0].T) * (right[:, 0] @ right2[:, 0].T)
+            return (left[:, 0] @ left2[:, 0].T) * (right[:, 0] @ right2[:, 0].T)  # <l x r, m x s> = <l, m> <r, s>
         return by_rows.gram(self, other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
@@ -341,7 +344,7 @@ class FactoredGrad(PerSampleGrad):
 
 def _project_term(term: Term, left: Tensor, right: Tensor) -> Tensor:
     """Sum over t of (left[b, t] @ left signs) * (right[b, t] @ right signs), (b, k)."""
-    products = _times(term.left, left) * _times(term.right, right)
+    products = _times(term.left, left) * _times(term.right, right)  # u^T (l x r) v = <u, l> <r, v>
     return products[:, 0] if term.tokens == 1 else products.sum(1)
 
 

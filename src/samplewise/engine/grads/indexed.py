@@ -25,11 +25,11 @@ VIEWS = {
 
 
 def reindex(
-    grad: PerSampleGrad, entry: Edge, leaf: Edge, known: dict[object, str], key: object
+    grad: PerSampleGrad, entry: Edge, leaf: Edge, cache: dict[object, str], key: object
 ) -> PerSampleGrad | None:
     """Gradients of the parameter from those of the operand; None if the operand is complex.
 
-    known: order of the elements by key, for all graphs of one structure. It is read from the device once.
+    cache: order of the elements by key, for all graphs of one structure. It is read from the device once.
     """
     if entry.dtype.is_complex:
         return None
@@ -39,16 +39,16 @@ def reindex(
     scale = 1
     while scale <= grad.width:
         digits = (count // scale % base).view(grad.shape).to(entry.dtype)
-        (moved,) = pull_back(digits, entry, [leaf], differentiable=False)
-        positions += moved.long() * scale
+        (pulled_digits,) = pull_back(digits, entry, [leaf], differentiable=False)
+        positions += pulled_digits.long() * scale
         scale *= base
     if isinstance(grad, FactoredGrad) and positions.numel() == grad.width:
         key = (key, grad.matrix)
-        if key not in known:
-            known[key] = _order(positions.flatten(), (count - 1).view(grad.matrix))
-        if known[key] == "straight":
+        if key not in cache:
+            cache[key] = _order(positions.flatten(), (count - 1).view(grad.matrix))
+        if cache[key] == "straight":
             return FactoredGrad(grad.terms, leaf.shape)
-        if known[key] == "transposed":
+        if cache[key] == "transposed":
             return FactoredGrad(grad.transpose().terms, leaf.shape)
     return IndexedGrad(grad, positions)
 
@@ -74,7 +74,7 @@ class IndexedGrad(PerSampleGrad):
     gram = by_rows.gram
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return self._gathered(self.source.rows(start, stop))
+        return self._gather(self.source.rows(start, stop))
 
     def squared_norms(self) -> Tensor:
         return self.source.squared_norms()
@@ -90,7 +90,7 @@ class IndexedGrad(PerSampleGrad):
         return self.source.underflowed_norms(samples)
 
     def dot(self, direction: Tensor) -> Tensor:
-        return self.source.dot(self._scattered(direction))
+        return self.source.dot(self._scatter(direction))
 
     def paired_dot(self, other: PerSampleGrad) -> Tensor:
         if isinstance(other, IndexedGrad) and self.is_indexed_like(other):
@@ -102,24 +102,24 @@ class IndexedGrad(PerSampleGrad):
         return self.source.shape == other.source.shape and torch.equal(self.positions, other.positions)
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        return self._gathered(self.source.sum(weights)[None])[0]
+        return self._gather(self.source.sum(weights)[None])[0]
 
     def term_norms(self) -> Tensor | None:
         return self.source.term_norms()
 
     def summed_apart(self, weights: Tensor | None) -> Tensor:
-        return self._gathered(self.source.summed_apart(weights)[None])[0]
+        return self._gather(self.source.summed_apart(weights)[None])[0]
 
     def sum_of_squares(self, center: Tensor | None) -> Tensor:
-        squares = self.source.sum_of_squares(None if center is None else self._scattered(center))
-        return self._gathered(squares[None])[0]
+        squares = self.source.sum_of_squares(None if center is None else self._scatter(center))
+        return self._gather(squares[None])[0]
 
-    def _gathered(self, rows: Tensor) -> Tensor:
+    def _gather(self, rows: Tensor) -> Tensor:
         """Rows in the shape of the parameter, from rows in the shape of the source."""
         flat = rows.reshape(len(rows), -1)[:, self.positions.flatten().clamp_min(0)]
         return torch.where(self.positions < 0, 0, flat.view(len(rows), *self.shape))
 
-    def _scattered(self, tensor: Tensor) -> Tensor:
+    def _scatter(self, tensor: Tensor) -> Tensor:
         """Tensor in the shape of the source, from one in the shape of the parameter; unused elements are zero."""
         used = self.positions >= 0
         return (
@@ -174,8 +174,8 @@ class BlockGrad(DisjointGrad):
     def paired_dot(self, other: PerSampleGrad) -> Tensor:
         if isinstance(other, BlockGrad) and len(self.parts) == len(other.parts):
             pairs = list(zip(self.parts, other.parts, strict=True))
-            if all(mine.is_indexed_like(theirs) for mine, theirs in pairs):
-                return total(mine.paired_dot(theirs) for mine, theirs in pairs)
+            if all(block.is_indexed_like(other_block) for block, other_block in pairs):
+                return total(block.paired_dot(other_block) for block, other_block in pairs)
         return by_rows.paired_dot(self, other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
@@ -188,15 +188,15 @@ class BlockGrad(DisjointGrad):
         return f"{len(self.parts)} blocks: {self.parts[0].source.describe()}"
 
 
-def as_blocks(grads: Sequence[PerSampleGrad], known: dict[object, bool], key: object) -> BlockGrad | None:
+def as_blocks(grads: Sequence[PerSampleGrad], cache: dict[object, bool], key: object) -> BlockGrad | None:
     """Merge re-indexed gradients into `BlockGrad`; None if one is of another kind or if two share an element.
 
-    known: whether elements are shared, by key, for all graphs of one structure. It is read from the device once.
+    cache: whether elements are shared, by key, for all graphs of one structure. It is read from the device once.
     """
     parts = [grad for grad in grads if isinstance(grad, IndexedGrad)]
     if len(parts) < len(grads):
         return None
-    if key not in known:
+    if key not in cache:
         uses = total((part.positions >= 0).int() for part in parts)  # number of parts that use each element
-        known[key] = bool((uses > 1).any())
-    return None if known[key] else BlockGrad(parts)
+        cache[key] = bool((uses > 1).any())
+    return None if cache[key] else BlockGrad(parts)

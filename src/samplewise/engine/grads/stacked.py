@@ -39,7 +39,7 @@ class StackedGrad(DisjointGrad):
     def paired_dot(self, other: PerSampleGrad) -> Tensor:
         if not isinstance(other, StackedGrad):
             return by_rows.paired_dot(self, other)
-        return total(part.paired_dot(theirs) for part, theirs in zip(self.parts, other.parts, strict=True))
+        return total(part.paired_dot(other_part) for part, other_part in zip(self.parts, other.parts, strict=True))
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return torch.stack([part.sum(weights) for part in self.parts])

@@ -100,8 +100,8 @@ def hook_places(graph: Graph) -> HookPlaces | None:
         else:
             places = _find_hooks(graph)  # registers hooks itself
             graph.hooks = HookScan(RemovableHandle.next_id, count, places)
-    known: HookScan = graph.hooks
-    return known.places
+    scan: HookScan = graph.hooks
+    return scan.places
 
 
 def _only_observers() -> bool:
@@ -168,12 +168,12 @@ def node_hooks(graph: Graph, nodes: Iterable[int]) -> tuple[dict[int, Hooks], di
 
 def _other_hooks(nodes: Sequence[int], handles: Sequence[RemovableHandle]) -> dict[int, Hooks]:
     """Hooks that are registered next to these, where there are any."""
-    found: dict[int, Hooks] = {}
+    others: dict[int, Hooks] = {}
     for at, handle in zip(nodes, handles, strict=True):
         hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref() or {}
         if len(hooks) > 1:
-            found[at] = [hook for number, hook in hooks.items() if number != handle.id]
-    return found
+            others[at] = [hook for number, hook in hooks.items() if number != handle.id]
+    return others
 
 
 def have_hooks(graph: Graph, nodes: Collection[int]) -> bool:
@@ -232,11 +232,11 @@ def leave_out_forward_hooks(modules: Iterable[nn.Module]) -> None:
         return
     with _counting:
         new = range(_counted, RemovableHandle.next_id)
-        found: set[int] = set()
+        forward_hooks: set[int] = set()
         for module in (module for root in modules for module in root.modules()):
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                found.update(number for number in hooks if number in new)
-        _forward_hooks += len(found)
+                forward_hooks.update(number for number in hooks if number in new)
+        _forward_hooks += len(forward_hooks)
         _counted = new.stop
 
 

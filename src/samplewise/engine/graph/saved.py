@@ -48,7 +48,7 @@ def block_of(node: Node) -> Any:
     for name in saved_tensor_names(node):
         raw = getattr(node, "_raw_saved_" + name)
         for one in raw if isinstance(raw, (tuple, list)) else (raw,):
-            packed = _packed(one)
+            packed = _packed_value(one)
             if packed is not None:  # in a block all saved tensors are placeholders, outside none are
                 return one.unpack_hook if isinstance(packed, _Holder) else None
     return None
@@ -58,11 +58,11 @@ def with_base(node: Node, name: str, value: Any) -> Any:
     """The value of a saved tensor; if hooks of `core.memory` hold a view, the view itself, which has its base."""
     if not HOOKS_ARE_VISIBLE or is_python_function(node):
         return value
-    packed = _packed(getattr(node, "_raw_saved_" + name))
+    packed = _packed_value(getattr(node, "_raw_saved_" + name))
     return packed.tensor if isinstance(packed, HeldTensor) else value
 
 
-def _packed(raw: Any) -> Any:
+def _packed_value(raw: Any) -> Any:
     try:
         return raw.data
     except (RuntimeError, AttributeError):  # not packed: an ordinary or freed saved tensor; a list of saved tensors
@@ -151,10 +151,10 @@ class SavedTensorReader:
         """
         frame = _frame_of(block)
         placeholders = {node: self._placeholders(node) for node in self._nodes[block]}
-        everything = [one for of_node in placeholders.values() for one in of_node]
-        if frame is None or not all(isinstance(one, _Holder) for one in everything):
+        holders = [one for of_node in placeholders.values() for one in of_node]
+        if frame is None or not all(isinstance(one, _Holder) for one in holders):
             return False
-        if any(one.handles.get(task, frame) is None for one in everything):
+        if any(one.handles.get(task, frame) is None for one in holders):
             return False
         for node, holders in placeholders.items():
             with torch.enable_grad():
@@ -166,7 +166,7 @@ class SavedTensorReader:
 
     def _placeholders(self, node: Node) -> list[Any]:
         """Placeholders that a checkpoint keeps for the tensors to read; None for tensors that are kept themselves."""
-        return [_packed(raw) for raw in _flat(getattr(node, "_raw_saved_" + name) for name in self._names[node])]
+        return [_packed_value(raw) for raw in _flat(getattr(node, "_raw_saved_" + name) for name in self._names[node])]
 
 
 def free_saved(nodes: Iterable[Node], message: str) -> None:

@@ -222,7 +222,7 @@ class _Search:
             undecided = self._undecided()
             if undecided:
                 self._probe(self._with_ancestors(undecided, reach))
-                reach *= 4
+                reach *= 4  # so that the number of probes grows with the logarithm of the longest parameter side
             elif not self._spread_mixing():
                 break
         decided = self.clean | self.mixed

@@ -75,15 +75,15 @@ def refuse_sample_data(
     """Raise SamplesInteractError for sample data below the cut; warn if they are integers, which may be positions."""
     for node, what in data:
         mixing = _mixing_node(graph, operands, side, node)
-        found = f"{graph.operations[mixing]}{_whereabouts(graph, mixing)} mixes samples"
+        mixture = f"{graph.operations[mixing]}{_whereabouts(graph, mixing)} mixes samples"
         entering = f"of shape {tuple(what.shape)} enter below it ({graph.operations[node]}{_whereabouts(graph, node)})"
         if what.is_floating_point() or what.is_complex():
             raise SamplesInteractError(
-                f"{RULE}; found that {found}, and that sample data {entering}. "
+                f"{RULE}; found that {mixture}, and that sample data {entering}. "
                 f"Remove the operation that combines samples (a batch mean, in-batch negatives), {REMEDY}"
             )
         warnings.warn(
-            f"{found}, and integers {entering}: samples interact if these integers are sample data, "
+            f"{mixture}, and integers {entering}: samples interact if these integers are sample data, "
             "and do not if they are positions or other constants. Run sw.check to find out.",
             SamplesMayInteractWarning,
             stacklevel=6,
@@ -145,11 +145,11 @@ class Constants:
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._given = tensors
+        self._source = tensors
 
     @cached_property
     def _tensors(self) -> list[Tensor]:
-        return list(self._given)
+        return list(self._source)
 
     @cached_property
     def _storages(self) -> set[int]:
@@ -250,9 +250,9 @@ def _mixing_node(graph: Graph, operands: Iterable[tuple[Node, int]], side: set[N
 
 def _whereabouts(graph: Graph, node: Node) -> str:
     """Location of an operation for messages, from the nearest parameter: the graph does not record modules."""
-    own = [graph.leaves[child] for child, _ in graph.children[node] if child in graph.leaves]
-    if own:
-        return f" (module {own[0].rpartition('.')[0]!r})"
+    names = [graph.leaves[child] for child, _ in graph.children[node] if child in graph.leaves]
+    if names:
+        return f" (module {names[0].rpartition('.')[0]!r})"
     below = set(graph.below([node]))
     named = [name for leaf, name in graph.leaves.items() if leaf in below]
     return f" (downstream of parameter {named[0]!r})" if named else ""

@@ -133,10 +133,10 @@ class FunctionChecks:
         self, claim: Claim, operands: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
     ) -> None:  # autograd would take a returned value for other gradients
         graph = self.graph
-        arrived = {slot: g.detach() for slot in claim.outputs if (g := outputs[slot]) is not None}
-        sizes = torch.stack([claim.outputs[slot].sizes(g) for slot, g in arrived.items()]).sum(0)
+        gradients_of_outputs = {slot: g.detach() for slot in claim.outputs if (g := outputs[slot]) is not None}
+        sizes = torch.stack([claim.outputs[slot].sizes(g) for slot, g in gradients_of_outputs.items()]).sum(0)
         for weights in distinct_powers(graph, sizes, base=WIDE, digits=1):
-            weighted = {slot: claim.outputs[slot].apply_weights(g, weights) for slot, g in arrived.items()}
+            weighted = {slot: claim.outputs[slot].apply_weights(g, weights) for slot, g in gradients_of_outputs.items()}
             with torch.no_grad():
                 results = call(graph.nodes[claim.node], weighted)
             for position, owner_map in claim.operands.items():

@@ -37,9 +37,9 @@ def passes_of_samples(samples: int) -> tuple[tuple[int, ...], ...]:
 
 def switches(samples: int) -> list[Tensor]:
     """Weights (b,) of 0 and 1 in float64 on the CPU for each pass."""
-    chosen = passes_of_samples(samples)
+    subsets = passes_of_samples(samples)
     passes = range(passes_needed(samples))
-    return [torch.tensor([float(k in own) for own in chosen], dtype=torch.float64) for k in passes]
+    return [torch.tensor([float(k in subset) for subset in subsets], dtype=torch.float64) for k in passes]
 
 
 def switched_weights(graph: Graph) -> Iterator[Tensor]:

@@ -227,12 +227,12 @@ def regular_inner(owner: Tensor, samples: int) -> int | None:
     candidates: dict[int, None] = {}
     stride = 1
     for size in reversed(owner.shape):
-        if size % samples == 0:
+        if size % samples == 0:  # samples change fastest in this dimension, or slowest
             candidates.update(dict.fromkeys((stride, stride * (size // samples))))
         stride *= size
     if not candidates:
         return None
-    free = flat < 0
+    free = flat < 0  # zeros: any layout fits them
     inners = [
         inner
         for inner in candidates

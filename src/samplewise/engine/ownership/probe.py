@@ -106,21 +106,21 @@ class GraphPasses:
         return self.graph.operations[self.edges[at].node]
 
 
-class Probed(NamedTuple):
+class ProbeResult(NamedTuple):
     """Result of a probe, one tensor per place."""
 
     gradients: list[Tensor]  # gradients of losses.sum()
     owners: list[Tensor]  # sample numbers, same shapes; NO_OWNER: zero, UNKNOWN: too small to decide, MIXED: shared
 
 
-def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
+def probe(graph: Graph, edges: Sequence[Edge]) -> ProbeResult:
     """Return gradients and owners at the edges. Raises NonFiniteGradientError if gradients are not finite, and
     NotLinearError if backward passes are not linear.
     """
     return probe_passes(GraphPasses(graph, edges))
 
 
-def probe_passes(passes: Passes) -> Probed:
+def probe_passes(passes: Passes) -> ProbeResult:
     """As `probe`, for any backward passes."""
     plain = passes.run()
     if _finite(plain):
@@ -128,12 +128,12 @@ def probe_passes(passes: Passes) -> Probed:
             owners = _by_nonzero_passes(passes, plain)
             if owners is not None:
                 passes.check_linear(plain)
-                return Probed(plain, owners)
+                return ProbeResult(plain, owners)
         else:
             for codes in codes_for(passes.graph):
                 owners = _by_codes(passes, plain, codes)
                 if owners is not None:
-                    return Probed(plain, _by_switches(passes, plain, owners))
+                    return ProbeResult(plain, _by_switches(passes, plain, owners))
     raise NonFiniteGradientError(_non_finite_message(passes, plain))
 
 
@@ -153,6 +153,7 @@ def _by_codes(passes: Passes, plain: list[Tensor], codes: Codes) -> list[Tensor]
     digits = max(1, math.ceil(math.log(graph.samples, codes.base) - 1e-12))
     owners = [torch.zeros(g.shape, dtype=torch.long, device=g.device) for g in plain]
     scale = 1
+    # One pass for each digit of the sample numbers: the ratio to the plain gradient is the power of the owner's digit.
     for _ in range(digits):
         coded = passes.run(_weights(graph, codes, numbers // scale % codes.base))
         if not _finite(coded):
@@ -162,12 +163,14 @@ def _by_codes(passes: Passes, plain: list[Tensor], codes: Codes) -> list[Tensor]
     owners = [torch.where((o >= 0) & (o < len(samples)), samples[o.clamp(0, len(samples) - 1)], o) for o in owners]
     sizes = torch.stack([_sizes(o, p, graph.samples) for o, p in zip(owners, plain, strict=True)])
     relative = sizes / sizes.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    # Weights that make all samples equally large: a contribution that was lost to rounding beside a larger one shows.
     for _ in range(BALANCED_PASSES):
         balanced = _balance_weights(relative, codes)
         checked = passes.run(balanced.to(graph.losses.dtype))
         if not _finite(checked):
             return None
         owners = [_verify_owners(o, p, c, balanced, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
+    # Balanced weights cannot show all, such as a sample that is zero at a place: passes with some samples switched off.
     for on in _switches(relative):
         switched = passes.run(on.to(graph.losses.dtype))
         owners = [_check_switched(o, p, k, on) for o, p, k in zip(owners, plain, switched, strict=True)]
@@ -290,15 +293,15 @@ def _digit(plain: Tensor, coded: Tensor, codes: Codes) -> Tensor:
     digit = exponent.long() - 1 - codes.shift
     exact = (mantissa == 0.5) & (digit >= 0) & (digit < codes.base)
     digit = torch.where(exact, digit, MIXED)
-    faint = _denormal_limit(plain, codes)
+    limit = _denormal_limit(plain, codes)
     digit = torch.where(
-        (plain.abs() < faint) & (coded.abs() < faint * 2.0 ** (codes.shift + codes.base)), UNKNOWN, digit
+        (plain.abs() < limit) & (coded.abs() < limit * 2.0 ** (codes.shift + codes.base)), UNKNOWN, digit
     )
     return torch.where((plain == 0) & (coded == 0), NO_OWNER, digit)
 
 
 def _verify_owners(owner: Tensor, plain: Tensor, coded: Tensor, weights: Tensor, codes: Codes) -> Tensor:
-    known = (owner >= 0) & (owner < len(weights))
+    is_owned = (owner >= 0) & (owner < len(weights))
     weight = weights[owner.clamp(0, len(weights) - 1)]
     plain, coded = _real(plain), _real(coded)
     is_complex = plain.dim() > owner.dim()
@@ -306,12 +309,12 @@ def _verify_owners(owner: Tensor, plain: Tensor, coded: Tensor, weights: Tensor,
     silent = coded == 0
     if is_complex:
         near, silent = near.all(-1), silent.all(-1)
-    good = torch.where(known, near, (owner == UNKNOWN) | ((owner == NO_OWNER) & silent))
+    good = torch.where(is_owned, near, (owner == UNKNOWN) | ((owner == NO_OWNER) & silent))
     if good.all():
         return owner
-    faint = plain.abs() < _denormal_limit(plain, codes)
-    faint = faint.all(-1) if is_complex else faint
-    return torch.where(good, owner, torch.where(known & faint, UNKNOWN, MIXED))
+    denormal = plain.abs() < _denormal_limit(plain, codes)
+    denormal = denormal.all(-1) if is_complex else denormal
+    return torch.where(good, owner, torch.where(is_owned & denormal, UNKNOWN, MIXED))
 
 
 UNBALANCED = 2.0**-8  # below this ratio of a sample's size at two edges, one weight cannot balance both
@@ -326,8 +329,8 @@ def _switches(sizes: Tensor) -> list[Tensor]:
     unbalanced = (~silent & (sizes < UNBALANCED * sizes.amax(0))).any()
     if len(groups) <= most and not unbalanced:
         return [group.to(torch.float64) for group in groups]
-    chosen = passes_of_samples(samples)
-    return [sizes.new_tensor([float(k in subset) for subset in chosen]) for k in range(most)]
+    subsets = passes_of_samples(samples)
+    return [sizes.new_tensor([float(k in subset) for subset in subsets]) for k in range(most)]
 
 
 def _check_switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Tensor:
@@ -362,9 +365,9 @@ def _owner_of(seen: Tensor, plain: Tensor, samples: int) -> Tensor:
     UNKNOWN: non-zero in fewer passes than any sample, by rounding or underflow. MIXED: no sample has this set.
     """
     sets = [sum(1 << k for k in passes) for passes in passes_of_samples(samples)]
-    known, order = torch.tensor(sets, device=seen.device).sort()
-    place = torch.searchsorted(known, seen.contiguous()).clamp_max(samples - 1)
-    owner = torch.where(known[place] == seen, order[place], MIXED)
+    ordered_sets, order = torch.tensor(sets, device=seen.device).sort()
+    place = torch.searchsorted(ordered_sets, seen.contiguous()).clamp_max(samples - 1)
+    owner = torch.where(ordered_sets[place] == seen, order[place], MIXED)
     bits = torch.stack([(seen >> k) & 1 for k in range(passes_needed(samples))])
     few = bits.sum(0) < len(passes_of_samples(samples)[0])
     owner = torch.where(few, UNKNOWN, owner)
@@ -383,13 +386,13 @@ def _linear(passes: Passes, plain: list[Tensor], owners: list[Tensor], changes: 
         again = [passes.run() for _ in range(repeats)]
         nonlinear = []
         for owner, p, c, change, *others in zip(owners, plain, coded, changes, *again, strict=True):
-            total, found = _totals(owner, p, graph.samples), _totals(owner, c, graph.samples)
+            total, weighted_total = _totals(owner, p, graph.samples), _totals(owner, c, graph.samples)
             noise = [_totals(owner, other - p, graph.samples) for other in others]
-            off = (found - powers * total).abs() > powers * rounding(graph, total, noise)
+            off = (weighted_total - powers * total).abs() > powers * rounding(graph, total, noise)
             noise = [_sizes(owner, other - p, graph.samples) for other in others]
             limits = rounding(graph, _sizes(owner, p, graph.samples), noise)
-            faint = torch.where((owner == NO_OWNER) | (owner == UNKNOWN), change, 0)
-            off |= (_sizes(owner, change, graph.samples) > limits) | (faint > limits.amax()).any()
+            unowned = torch.where((owner == NO_OWNER) | (owner == UNKNOWN), change, 0)
+            off |= (_sizes(owner, change, graph.samples) > limits) | (unowned > limits.amax()).any()
             nonlinear.append(off)
         if not torch.stack(nonlinear).any():
             return owners

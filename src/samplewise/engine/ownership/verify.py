@@ -74,13 +74,12 @@ def verify_again(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: 
     key = _key(graph, owner_maps, derivation)
     former = _records.get(key)
     seen = dict(former.seen) if former is not None and former.holds else {}
-    filled = {
-        edge: owner_map for edge, owner_map in owner_maps.items() if numel(edge.shape)
-    }  # of no elements, any ownership holds
-    nonzero = _compare(graph, filled)
+    # Of no elements, any ownership holds.
+    nonempty = {edge: owner_map for edge, owner_map in owner_maps.items() if numel(edge.shape)}
+    nonzero = _compare(graph, nonempty)
     if nonzero is None and not is_deterministic(graph):
-        nonzero = _compare(graph, filled, repeats=max(REPEATS))
-    for edge in filled:
+        nonzero = _compare(graph, nonempty, repeats=max(REPEATS))
+    for edge in nonempty:
         seen[graph.key(edge)] = seen.get(graph.key(edge), set()) | (nonzero or {}).get(edge, set())
     record = _Record(nonzero is not None, seen)
     if record.holds or not may_have_hooks(graph):  # a hook that mixes samples says nothing about other graphs
@@ -106,10 +105,8 @@ def follows_weights(
     keys = _hook_keys(graph)
     if record is None or not keys <= record.hooked:
         # A hook that compares samples may do the same to them with all weights. Once per structure: this is slow.
-        if (
-            _compare(graph, {edge: owner_maps[edge] for edge in plain if numel(edge.shape)}, max(REPEATS), apart=True)
-            is None
-        ):
+        nonempty = {edge: owner_maps[edge] for edge in plain if numel(edge.shape)}
+        if _compare(graph, nonempty, max(REPEATS), few_at_a_time=True) is None:
             return False
         if record is not None:
             record.hooked |= keys
@@ -120,11 +117,11 @@ def follows_weights(
     (powers,) = distinct_powers(graph, _relative_sizes(graph, plain), base=WIDE, digits=1)
     coded = _block_sums(graph, owner_maps, powers.to(graph.losses.dtype), stops)
     sums = torch.stack(list(plain.values()))
-    scaled = _stacked(coded, plain)
+    weighted_sums = _stack_sums(coded, plain)
     tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
     relative = sums.new_tensor([_relative(edge) for edge in plain])[:, None]
-    near = (scaled - sums * powers).abs() <= tiny + relative * sums * powers
-    return bool((near | ~(sums.isfinite() & scaled.isfinite())).all())
+    near = (weighted_sums - sums * powers).abs() <= tiny + relative * sums * powers
+    return bool((near | ~(sums.isfinite() & weighted_sums.isfinite())).all())
 
 
 def has_verified_hooks(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: int) -> bool:
@@ -151,11 +148,11 @@ def _key(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: int) -> 
 
 
 def _compare(
-    graph: Graph, owner_maps: Mapping[Edge, OwnerMap], repeats: int = min(REPEATS), apart: bool = False
+    graph: Graph, owner_maps: Mapping[Edge, OwnerMap], repeats: int = min(REPEATS), few_at_a_time: bool = False
 ) -> dict[Edge, set[int]] | None:
     """Up to ENOUGH samples with a non-zero, finite block at each edge; None if a block belongs to another sample.
 
-    apart: with passes of one sample each, or of half of the samples if they are many.
+    few_at_a_time: with passes of one sample each, or of half of the samples if they are many.
     """
     if not owner_maps:
         return {}
@@ -166,15 +163,15 @@ def _compare(
     sums = torch.stack(list(plain.values()))
     tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
     nonzero = sums.isfinite() & (sums > tiny)
-    if apart:
-        passes = _apart(graph)
+    if few_at_a_time:
+        passes = _passes_of_few(graph)
     else:
         sizes = _relative_sizes(graph, plain)
         passes = distinct_powers(graph, sizes) if is_deterministic(graph) else switched_weights(graph)
     for powers in passes:
-        scaled = _stacked(_block_sums(graph, owner_maps, powers.to(graph.losses.dtype)), plain)
-        finite = sums.isfinite() & scaled.isfinite()
-        near = (scaled - sums * powers).abs() <= tiny + tolerances * powers
+        weighted_sums = _stack_sums(_block_sums(graph, owner_maps, powers.to(graph.losses.dtype)), plain)
+        finite = sums.isfinite() & weighted_sums.isfinite()
+        near = (weighted_sums - sums * powers).abs() <= tiny + tolerances * powers
         if not (near | ~finite).all():
             return None
         nonzero &= finite
@@ -182,7 +179,7 @@ def _compare(
     return {edge: set(samples[of_edge][:ENOUGH].tolist()) for edge, of_edge in zip(plain, nonzero.cpu(), strict=True)}
 
 
-def _stacked(sums: Mapping[Edge, Tensor], edges: Mapping[Edge, Tensor]) -> Tensor:
+def _stack_sums(sums: Mapping[Edge, Tensor], edges: Mapping[Edge, Tensor]) -> Tensor:
     """Sums (edges, b); zeros at edges without gradient."""
     zeros = torch.zeros_like(next(iter(edges.values())))
     return torch.stack([sums.get(edge, zeros) for edge in edges])
@@ -214,7 +211,7 @@ def _tiny(graph: Graph, edge: Edge) -> float:
     return 0.0 if is_float16(graph) and is_deterministic(graph) else torch.finfo(edge.dtype).tiny * 2**8
 
 
-def _apart(graph: Graph) -> Iterable[Tensor]:
+def _passes_of_few(graph: Graph) -> Iterable[Tensor]:
     """Weights (b,) of 0 and 1 for each pass: one sample each, or half of them if they are more than FEW."""
     passes = torch.eye(graph.samples).double() if graph.samples <= FEW else switches(graph.samples)
     return (on.to(graph.losses.device) for on in passes)

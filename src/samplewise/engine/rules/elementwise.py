@@ -15,34 +15,34 @@ from samplewise.engine.graph.graph import scalar
 from samplewise.engine.rules.rule_input import Use, summed
 
 
-def passed_on(use: Use) -> PerSampleGrad | None:
+def addend(use: Use) -> PerSampleGrad | None:
     """Rule for operands whose gradient is the output's gradient."""
     return summed(use, use.gradient)
 
 
-def added(use: Use) -> PerSampleGrad | None:
+def scaled_addend(use: Use) -> PerSampleGrad | None:
     alpha = scalar(use.node, "alpha")
     return summed(use, use.gradient if alpha == 1 else use.gradient * alpha)
 
 
-def subtracted(use: Use) -> PerSampleGrad | None:
+def subtrahend(use: Use) -> PerSampleGrad | None:
     return summed(use, use.gradient * -scalar(use.node, "alpha"))
 
 
 def times_other(use: Use) -> PerSampleGrad | None:
-    return _meeting(use, "other", torch.mul)
+    return _with_operand(use, "other", torch.mul)
 
 
 def times_self(use: Use) -> PerSampleGrad | None:
-    return _meeting(use, "self", torch.mul)
+    return _with_operand(use, "self", torch.mul)
 
 
-def divided(use: Use) -> PerSampleGrad | None:
+def dividend(use: Use) -> PerSampleGrad | None:
     rounds = getattr(use.node, "_saved_rounding_mode", None) is not None
-    return None if rounds else _meeting(use, "other", torch.div)
+    return None if rounds else _with_operand(use, "other", torch.div)
 
 
-def _meeting(use: Use, name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> PerSampleGrad | None:
+def _with_operand(use: Use, name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> PerSampleGrad | None:
     if not isinstance(use.saved[name], Tensor):  # the other operand is a Python number
         return None
     return summed(use, operation(use.gradient, use.tensor(name)))

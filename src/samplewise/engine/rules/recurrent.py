@@ -84,8 +84,8 @@ def operands(use: Use) -> dict[int, Tensor] | None:
         return None
     gates, dh, dc = _through_time(use)
     x = _in_order(use, (gates @ use.saved["weight0"]).transpose(0, 1))
-    found = {0: x, 5: dh.view(use.saved["hx_"].shape), 6: dc.view(use.saved["cx_"].shape)}
-    return {at: gradient for at, gradient in found.items() if use.node.next_functions[at][0] is not None}
+    by_operand = {0: x, 5: dh.view(use.saved["hx_"].shape), 6: dc.view(use.saved["cx_"].shape)}
+    return {at: gradient for at, gradient in by_operand.items() if use.node.next_functions[at][0] is not None}
 
 
 def _gate_gradient(use: Use, rows: RowGather) -> Tensor:
@@ -104,12 +104,12 @@ class Through(NamedTuple):
 def _through_time(use: Use) -> Through:
     """Backpropagation through time, computed once for all operands."""
     if "through time" not in use.saved:
-        use.saved["through time"] = _backpropagated(use)
+        use.saved["through time"] = _run_through_time(use)
     through: Through = use.saved["through time"]
     return through
 
 
-def _backpropagated(use: Use) -> Through:
+def _run_through_time(use: Use) -> Through:
     x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.tensor(name) for name in READS)
     gradients = {slot: accumulable(gradient) for slot, gradient in use.gradients.items()}
     x = _in_order(use, x)
@@ -150,6 +150,6 @@ def _backpropagated(use: Use) -> Through:
 def _cells(gain: Tensor, forget: Tensor, first: Tensor) -> Tensor:
     """Cell state before each step and after the last, (t + 1, n, h)."""
     cells = [first]
-    for gained, kept in zip(gain, forget, strict=True):
-        cells.append(torch.addcmul(gained, kept, cells[-1]))
+    for gained, forget_gate in zip(gain, forget, strict=True):
+        cells.append(torch.addcmul(gained, forget_gate, cells[-1]))
     return torch.stack(cells)

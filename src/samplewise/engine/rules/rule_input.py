@@ -131,8 +131,9 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
         return None
     target = use.shape if shape is None else shape
     aligned = (1,) * (values.dim() - len(target)) + target
-    if isinstance(use.owner_map, Irregular):
-        return _sum_gathered(use, use.owner_map, values, aligned)
+    owner_map = use.owner_maps[0]
+    if isinstance(owner_map, Irregular):
+        return _sum_gathered(use, owner_map, values, aligned)
     split = use.sample_split(tuple(values.shape), aligned)
     if split is None:
         return None
@@ -141,10 +142,10 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
     if not split.summed:
         rows = (use.samples, *use.shape)
         return DenseGrad(values if values.shape == rows else values.reshape(rows))
-    return _summed_over(use, values.reshape(split.by_sample), split.summed)
+    return _sum_over(use, values.reshape(split.by_sample), split.summed)
 
 
-def _summed_over(use: Use, terms: Tensor, dims: Sequence[int]) -> DenseGrad:
+def _sum_over(use: Use, terms: Tensor, dims: Sequence[int]) -> DenseGrad:
     """Terms (b, ...) summed over some dims, as rows in the operand's shape."""
     count = prod(terms.shape[d] for d in dims)
     rows = terms.sum(tuple(dims), keepdim=True).reshape(use.samples, *use.shape)
@@ -188,4 +189,4 @@ def _sum_gathered(use: Use, owner_map: Irregular, values: Tensor, aligned: tuple
     gathered = rows.gather(values.flatten(0, row_dims - 1))
     by_sample = gathered.reshape(owner_map.samples, -1, *(1,) * (row_dims - 1), *values.shape[row_dims:])
     dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample.shape[d + 1] != 1]
-    return _summed_over(use, by_sample, sorted({1, *dims}))
+    return _sum_over(use, by_sample, sorted({1, *dims}))
