@@ -116,3 +116,19 @@ def test_a_microbatch_that_is_not_finite():
         step((x, y))
     for name, value in step.model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_new_transforms_in_a_window_whose_gradients_are_compiled():
+    """New transforms take effect at the next window: the program of this one is compared with its own transforms."""
+    first, *loader = batches(4 * (runner.SIZE_AFTER + 3), 4)
+    plain, quick = (made(compile, transforms=[sw.clip(0.4)]) for compile in (False, True))
+    for step in (plain, quick):
+        torch.manual_seed(2)
+        step(first)
+        for batch in loader[:-1]:  # one that may be a whole window, then SIZE_AFTER uncompiled ones
+            step.accumulate(batch)
+        step.transforms = [sw.clip(10.0)]
+        step.accumulate(loader[-1])
+        step.apply()
+    assert quick.compiled == "compiled" and programs(quick)
+    assert_same(plain, quick)

@@ -376,8 +376,8 @@ class WindowBuilder:
         return window
 
     def make_accumulator(self) -> Accumulator:
-        """Accumulator for the transforms of the step and the norms to record."""
-        chain = self.config.transforms
+        """Accumulator for the transforms of the open window and the norms to record."""
+        chain = self._chain
         if not chain.weighs and not self.record_norms:
             return PlainAccumulator(self.evaluator)
         kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
