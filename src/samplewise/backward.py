@@ -113,7 +113,7 @@ def backward(
     two_passes = _needs_two_passes(wanted, chain)
     if outputs is None and losses is not None:
         raise LossesError("losses must be left out if the loss has one value per sample; found both.")
-    own = loss if outputs is None else losses
+    sample_losses = loss if outputs is None else losses
     loss = loss / denominator if outputs is None else loss
     framework = FrameworkPass(through, loss, retain_graph)
     try:
@@ -121,7 +121,7 @@ def backward(
             strategy = "twice" if two_passes else None
             g = gradients_of_samples(framework.scaled(loss), wanted, outputs, strategy=strategy)
             _check_values(chain, g, counts, batch)
-            stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
+            stats = SampleStats(_checked_losses(sample_losses, g, chain), counts, batch=batch)
             if not chain.weighs:
                 framework.run(loss.sum(), g)
             directions = _directions(chain, wanted.named)
@@ -132,7 +132,7 @@ def backward(
         # The scaler must skip the update, also if a gradient without the transforms is finite.
         framework.run(loss.sum() * torch.nan if chain.weighs else loss.sum())
         samples = _first(loss if outputs is None else outputs)
-        return without_norms(len(samples), samples.device, own, counts)
+        return without_norms(len(samples), samples.device, sample_losses, counts)
     if chain.weighs:
         with collect_in(g._checks):  # all values on an accelerator are checked in one host sync
             (stats,) = chain.samples.weigh([stats])

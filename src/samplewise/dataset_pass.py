@@ -35,24 +35,25 @@ def at_each(model: nn.Module, checkpoints: Sequence[Checkpoint] | None) -> Itera
     if checkpoints is None:
         yield 1.0
         return
-    for state, rate in _checked(model, checkpoints):
+    _check_copies(model, checkpoints)
+    for state, rate in checkpoints:
         model.load_state_dict(state)
         yield float(rate)
 
 
-def _checked(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+def _check_copies(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise if there are no checkpoints, or if one shares memory with the model, which changes it."""
     if not checkpoints:
         raise ValueError(
             "checkpoints must hold at least one (state_dict, lr); found none. Pass None to use the model as it is."
         )
-    own = {storage_of(value) for value in model.state_dict().values() if isinstance(value, Tensor)}
+    storages = {storage_of(value) for value in model.state_dict().values() if isinstance(value, Tensor)}
     for k, (state, _) in enumerate(checkpoints):
-        if any(isinstance(value, Tensor) and storage_of(value) in own for value in state.values()):
+        if any(isinstance(value, Tensor) and storage_of(value) in storages for value in state.values()):
             raise ValueError(
                 f"checkpoints must be copies of the parameters; found the model's own tensors in checkpoint {k}, "
                 "which have changed since. Keep copy.deepcopy(model.state_dict())."
             )
-    return checkpoints
 
 
 def check_order(loader: Iterable[Any], remedy: str) -> None:
@@ -89,14 +90,13 @@ def map_over_ranks(
     """
     group = current_group()
     check_has_all_samples(loader)
-    shown = _with_progress(loader, what)
+    batches = iter(_with_progress(loader, what))
     if not group.distributed:
-        yield from map(compute, shown)
+        yield from map(compute, batches)
         return
-    batches = iter(shown)
     while turn := list(islice(batches, group.size)):
-        own = turn[group.rank : group.rank + 1]  # empty if the last turn has fewer batches than ranks
-        results = on_every_rank(lambda own=own: [compute(batch) for batch in own])  # type: ignore[misc]
+        share = turn[group.rank : group.rank + 1]  # empty if the last turn has fewer batches than ranks
+        results = on_every_rank(lambda share=share: [compute(batch) for batch in share])  # type: ignore[misc]
         yield from (result for results in group.all_gather_object(results) for result in results)
 
 
@@ -130,4 +130,4 @@ def check_has_all_samples(loader: Iterable[Any]) -> None:
 
 
 def _samplers(loader: Iterable[Any]) -> Iterator[Any]:
-    return (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))
+    return (getattr(source, "sampler", None) for source in (loader, getattr(loader, "batch_sampler", None)))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import samplewise as sw
-from samplewise.step import microbatch
+from samplewise.core import microbatch
 from samplewise.step.window import Counters
 
 N = 32

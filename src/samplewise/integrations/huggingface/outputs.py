@@ -90,9 +90,9 @@ def per_sample_outputs(forward: Sequence[Any], rows: int) -> list[Tensor]:
     attached = [
         z for output in forward for z in leaves(output) if isinstance(z, Tensor) and z.requires_grad and z.dim()
     ]
-    found = [z for z in attached if len(z) == rows]
-    if found:
-        return found
+    outputs = [z for z in attached if len(z) == rows]
+    if outputs:
+        return outputs
     shapes = ", ".join(str(tuple(z.shape)) for z in attached[:3])
     raise GraphError(
         f"the model must return an output with one row for each of the {plural(rows, 'sample')} of a batch, such as "

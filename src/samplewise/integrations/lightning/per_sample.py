@@ -78,7 +78,7 @@ class PerSample(Callback):
 
     def _reset(self) -> None:
         self._batch: Any = None
-        self._returned: BatchLoss | None = None  # by training_step, until its backward pass
+        self._batch_loss: BatchLoss | None = None  # of training_step, until its backward pass
         self._ran = False  # a backward pass since the last update
         self._window = AccumulationWindow()
         self._record_update: Callable[[], None] = _do_nothing  # rows of the last update, once the optimizer has stepped
@@ -87,31 +87,31 @@ class PerSample(Callback):
     # --- backward passes -------------------------------------------------------------------------------------------
 
     def _training_step(self, module: LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        returned = original(*args, **kwargs)
-        if returned is None or not module.automatic_optimization:
-            return returned
-        self._returned = parse(returned)
-        return for_trainer(returned, self._returned.loss)
+        output = original(*args, **kwargs)
+        if output is None or not module.automatic_optimization:
+            return output
+        self._batch_loss = parse(output)
+        return for_trainer(output, self._batch_loss.loss)
 
     def _backward(
-        self, module: LightningModule, original: Callable[..., Any], loss: Tensor, *args: Any, **given: Any
+        self, module: LightningModule, original: Callable[..., Any], loss: Tensor, *args: Any, **entries: Any
     ) -> None:
         """Backward pass of the loss that the trainer has divided by accumulate_grad_batches, and scaled."""
-        check_arguments(args, given)
+        check_arguments(args, entries)
         factor = loss_scale(module.trainer)
-        if self._returned is None:  # manual_backward
-            returned = parse({"loss": loss, **given}, factor)
-            loss = returned.loss
+        if self._batch_loss is None:  # manual_backward
+            values = parse({"loss": loss, **entries}, factor)
+            loss = values.loss
         else:
-            returned = self._returned
+            values = self._batch_loss
             factor /= module.trainer.accumulate_grad_batches
-        self._returned = None
-        count = returned.samples if returned.counts is None else float(returned.counts.sum())
+        self._batch_loss = None
+        count = values.samples if values.counts is None else float(values.counts.sum())
         denominator = count or 1.0
         if self.exact_accumulation:
             loss = loss * self._window.add(count)
             denominator = self._window.unit
-        values = replace(returned, loss=loss)
+        values = replace(values, loss=loss)
         through = framework_backward(module, original)
         self._adapter.backward(values, module, through, denominator / factor, self._batch, module.trainer.current_epoch)
         self._ran = True
