@@ -13,7 +13,7 @@ from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.constants import constants_of, difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import Auto, Microbatch, auto, bounded, free_memory, is_out_of_memory
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.engine.checks import check_attached, check_model
 from samplewise.engine.gradients import Gradients, gradients
 

@@ -27,7 +27,7 @@ from samplewise.core.batches import keep_whole, length, take
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
-from samplewise.core.snapshot import RandomState
+from samplewise.core.state import RandomState
 from samplewise.engine.checks import wide_dtype
 from samplewise.engine.gradients import factored_forms, wanted_parameters
 from samplewise.engine.grads.base import PerSampleGrad

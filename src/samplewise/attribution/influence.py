@@ -12,7 +12,7 @@ from samplewise.attribution.curvature import Curvature, checked_damping
 from samplewise.attribution.metrics import Metric, Parts, metric_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.engine.gradients import Gradients
 from samplewise.eval_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
 from samplewise.scan import Scanner, scan

@@ -95,7 +95,7 @@ def attribute(
     from samplewise.cli.queries import choose_queries
     from samplewise.cli.recipe import Recipe
     from samplewise.cli.trained_models import read_runs, seed_of
-    from samplewise.loop.data.rng import seed_everything
+    from samplewise.core.state import seed_everything
 
     require_packages()
     target = device_named(device)

@@ -17,7 +17,7 @@ from samplewise.attribution.outputs import OutputFn, margin
 from samplewise.attribution.trak import trak
 from samplewise.cli.dataset_order import OrderedBatches
 from samplewise.core.losses import as_loss_fn, per_sample
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.errors import LossesError
 from samplewise.eval_pass import Checkpoint, parameters_kept
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from samplewise.core.criteria import as_criterion
-from samplewise.core.snapshot import random_state
+from samplewise.core.state import RandomState
 from samplewise.errors import BatchError
 from samplewise.ledger.indexed import Indexed, IndexedItem
 from samplewise.ledger.previews import indexed_items
@@ -110,7 +110,7 @@ def _has_id(loader: Any) -> bool:
     """True if batches of a loader have an id; the random state is restored."""
     if not len(loader.dataset):
         return False
-    restore = random_state()
+    restore = RandomState().restore
     try:
         batch = loader.collate_fn([loader.dataset[0]])
     finally:

@@ -14,7 +14,7 @@ from samplewise.cli.attribution_options import INDICES, QUERIES, RULES
 from samplewise.cli.dataset_order import OrderedBatches, OrderedSamples
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.predictions import IGNORE_INDEX, prediction_columns
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.core.text import plural
 from samplewise.errors import BatchError
 from samplewise.loop.evaluation import check_one_per_sample

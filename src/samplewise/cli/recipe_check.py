@@ -27,7 +27,7 @@ from samplewise.core.constants import constants_of
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
-from samplewise.core.snapshot import random_state_restored
+from samplewise.core.state import random_state_restored
 from samplewise.core.text import listed, plural
 from samplewise.engine.gradients import gradients, plan_table, time_profile
 from samplewise.engine.slow_paths import slow_paths_collected

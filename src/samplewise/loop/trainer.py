@@ -19,6 +19,7 @@ from samplewise.core.batches import to_device
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.files import absolute
+from samplewise.core.state import reseed
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint
@@ -37,7 +38,7 @@ from samplewise.loop.checkpoint.state import (
     rank_state,
 )
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
-from samplewise.loop.data.rng import derive_seed, reseed
+from samplewise.loop.data.rng import derive_seed
 from samplewise.loop.durations import Duration, end_of_training, interval
 from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.snapshot import checksum
+from samplewise.core.state import checksum
 from samplewise.engine.checks import all_finite
 from samplewise.engine.gradients import Gradients, require_linear
 from samplewise.engine.pending_checks import collecting

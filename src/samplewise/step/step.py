@@ -18,7 +18,7 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.memory import Auto
 from samplewise.core.predictions import PREDICTION_COLUMNS
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig

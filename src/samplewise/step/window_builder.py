@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from samplewise.core.batches import length
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.modes import check_modes
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.core.text import plural
 from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
