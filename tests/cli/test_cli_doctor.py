@@ -8,7 +8,7 @@ from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
 from samplewise.cli import costs
-from samplewise.core import slow_notice
+from samplewise.core import progress
 from samplewise.step.compiled import programs as programs_module
 from samplewise.step.compiled.errors import CannotCompile
 
@@ -35,7 +35,7 @@ def _busy(*_):
 def _quick(monkeypatch):
     """Without compiling, which takes seconds: `test_as_a_process` does it."""
     monkeypatch.setattr(costs, "MAX_ROUNDS", 3)
-    monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
+    monkeypatch.setattr(progress, "PATIENCE", 60.0)
     monkeypatch.setattr(programs_module, "trace_backward", _busy)
 
 
@@ -203,7 +203,7 @@ def test_an_empty_loader(recipe):
 
 
 def test_notice_for_a_slow_operation(recipe, monkeypatch):
-    monkeypatch.setattr(slow_notice, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
     waiting = "def data():\n    from notices import wait_for_notices; wait_for_notices()\n"
     result = command("doctor", recipe(HEALTHY.replace("def data():\n", waiting)))
     assert "... building the model and fetching a batch\n" in result.stderr
@@ -221,7 +221,7 @@ def test_as_a_process(recipe):
 
 
 def test_notice_while_compiling(recipe, monkeypatch):
-    monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(programs_module, "trace_backward", lambda *_: wait_for_notices() or _busy())
     result = command("doctor", recipe(HEALTHY))
     assert result.stderr.splitlines().count("... compiling and measuring") == 1

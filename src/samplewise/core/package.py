@@ -1,4 +1,4 @@
-"""Public names of a package that are imported at the first use of one of them.
+"""The installed package: its version, and public names that are imported at the first use of one of them.
 
 Torch takes seconds to import, and importing any module of samplewise runs the `__init__.py` of the package. So that the
 command line can print its help and errors and complete words at once, `import samplewise` alone does not import torch.
@@ -8,8 +8,19 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
+
+UNKNOWN = "unknown"
+
+
+def installed_version(package: str = "samplewise") -> str:
+    """Return the version of an installed package; "unknown" for one that is imported without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return UNKNOWN
 
 
 def import_at_first_use(package: str, exports: str) -> None:
