@@ -1,4 +1,4 @@
-"""Waiting for the notices of samplewise.core.slow_notice without sleeping."""
+"""Waiting for the notices of samplewise.core.progress without sleeping."""
 
 import threading
 

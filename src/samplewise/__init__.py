@@ -4,8 +4,8 @@
 
 from typing import TYPE_CHECKING
 
-from samplewise.core.lazy_package import import_at_first_use as _import_at_first_use
-from samplewise.core.version import installed_version as _installed_version
+from samplewise.core.package import import_at_first_use as _import_at_first_use
+from samplewise.core.package import installed_version as _installed_version
 
 __version__ = _installed_version()
 

@@ -14,7 +14,7 @@ from samplewise.core.constants import constants_of, difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import Auto, Microbatch, auto, bounded
 from samplewise.core.microbatch import Halving, MicrobatchSize, memory_budget
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.engine.arguments import check_attached, check_model
 from samplewise.engine.gradients import Gradients, gradients
 

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
-from samplewise.core.snapshot import RandomState, random_state, snapshot
-from samplewise.loop.data.rng import RngStream, fork_rng, reseed, seed_everything
+from samplewise.core.state import RandomState, RngStream, fork_rng, reseed, seed_everything, snapshot
 
 DEVICE = "sim"
 
@@ -25,7 +24,7 @@ def losses(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize("save", [random_state, lambda: snapshot(nn.Linear(1, 1)), lambda: RandomState().restore])
+@pytest.mark.parametrize("save", [lambda: snapshot(nn.Linear(1, 1)), lambda: RandomState().restore])
 def test_snapshots_restore_the_generator_of_the_device(save):
     restore = save()
     first = drawn()

@@ -2,13 +2,13 @@ import sys
 
 import pytest
 
-from samplewise.core import slow_notice
+from samplewise.core import progress
 
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
     """Run in a temporary directory; remove modules and paths that a recipe adds. No notices on a busy machine."""
-    monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
+    monkeypatch.setattr(progress, "PATIENCE", 60.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)

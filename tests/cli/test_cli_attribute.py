@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.attribution import attribution_results, subject
 from samplewise.attribution.methods import METHODS
+from samplewise.core.state import seed_everything
 from samplewise.errors import CheckpointWarning
-from samplewise.loop.data.rng import seed_everything
 
 # The validation samples are others than those of training, some have a wrong label, and both loaders shuffle.
 SPLIT = HEALTHY.replace(

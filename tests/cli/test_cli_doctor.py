@@ -7,7 +7,7 @@ from daily import daily
 from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
-from samplewise.core import slow_notice
+from samplewise.core import progress
 from samplewise.diagnostics import profile
 from samplewise.step.compiled import CannotCompile, program_cache
 
@@ -34,7 +34,7 @@ def _busy(*_):
 def _quick(monkeypatch):
     """Without compiling, which takes seconds: `test_as_a_process` does it."""
     monkeypatch.setattr(profile, "MAX_ROUNDS", 3)
-    monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
+    monkeypatch.setattr(progress, "PATIENCE", 60.0)
     monkeypatch.setattr(program_cache, "trace_backward", _busy)
 
 
@@ -202,7 +202,7 @@ def test_an_empty_loader(recipe):
 
 
 def test_notice_for_a_slow_operation(recipe, monkeypatch):
-    monkeypatch.setattr(slow_notice, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
     waiting = "def data():\n    from notices import wait_for_notices; wait_for_notices()\n"
     result = command("doctor", recipe(HEALTHY.replace("def data():\n", waiting)))
     assert "... building the model and fetching a batch\n" in result.stderr
@@ -220,7 +220,7 @@ def test_as_a_process(recipe):
 
 
 def test_notice_while_compiling(recipe, monkeypatch):
-    monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(program_cache, "trace_backward", lambda *_: wait_for_notices() or _busy())
     result = command("doctor", recipe(HEALTHY))
     assert result.stderr.splitlines().count("... compiling and measuring") == 1

@@ -31,7 +31,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import samplewise as sw
-from samplewise.core.snapshot import RandomState
+from samplewise.core.state import RandomState
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.checkpoint import io
 from samplewise.loop.data import adapters, rng

@@ -324,8 +324,8 @@ class Weighted(nn.Module):
         (nn.CrossEntropyLoss(torch.ones(3)), "CrossEntropyLoss(weight=tensor of shape (3,))"),
         (loss_fn, "small.loss_fn"),
         (partial(loss_fn), "small.loss_fn"),
-        (Weighted(), "test_run_settings.Weighted"),
-        (lambda model, batch: loss_fn(model, batch), "test_run_settings.<lambda>"),
+        (Weighted(), "test_resume_settings.Weighted"),
+        (lambda model, batch: loss_fn(model, batch), "test_resume_settings.<lambda>"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

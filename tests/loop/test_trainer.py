@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.core import slow_notice
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.checkpoint.io import read
 from samplewise.loop.metrics import accuracy
@@ -385,7 +384,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
         wait_for_notices()
         raise CannotCompile("it was too slow")
 
-    monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(program_cache, "trace_backward", slowly)
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)

@@ -11,7 +11,7 @@ import pytest
 from pages import ABOUT, WHOLE, train, validation
 
 from samplewise import errors
-from samplewise.core import files, version
+from samplewise.core import files, package
 from samplewise.core import text as plain_text
 from samplewise.ledger import aggregate
 from samplewise.ledger import files as ledger
@@ -335,7 +335,7 @@ def imported(path):
             yield node.module
 
 
-OURS = (ledger, aggregate, errors, files, plain_text, version)
+OURS = (ledger, aggregate, errors, files, package, plain_text)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from samplewise.core.constants import same_constants
 from samplewise.core.files import absolute, read_tensors, write_tensors
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.memory import Microbatch
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.core.text import listed
 from samplewise.dataset_pass import check_repeatable
 from samplewise.engine.arguments import check_model, wanted_parameters

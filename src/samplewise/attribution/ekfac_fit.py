@@ -27,7 +27,7 @@ from samplewise.core.batches import keep_whole, length, take
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
-from samplewise.core.snapshot import RandomState
+from samplewise.core.state import RandomState
 from samplewise.dataset_pass import share_of_rank
 from samplewise.engine.arguments import wanted_parameters, wide_dtype
 from samplewise.engine.gradients import factored_grads

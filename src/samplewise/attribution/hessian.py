@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samplewise.attribution.curvature import Rows, check_shapes, checked_damping
 from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.core.text import listed
 from samplewise.dataset_pass import share_of_rank
 from samplewise.engine.arguments import check_attached, check_model, wanted_parameters

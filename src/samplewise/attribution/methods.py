@@ -17,7 +17,7 @@ from samplewise.attribution.ordered_samples import OrderedBatches
 from samplewise.attribution.outputs import OutputFn, margin
 from samplewise.attribution.trak import trak
 from samplewise.core.losses import as_loss_fn, per_sample
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.core.text import did_you_mean
 from samplewise.dataset_pass import Checkpoint, parameters_kept
 from samplewise.errors import LossesError

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from samplewise.core.batches import to_device
-from samplewise.core.snapshot import random_state_restored
+from samplewise.core.state import random_state_restored
 from samplewise.errors import BatchError
 from samplewise.loop.data.adapters import SeededLoader, is_map_style, loader_with
 from samplewise.loop.data.rng import seed_samples

@@ -49,7 +49,7 @@ from samplewise.core.files import absolute, write_json
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.progress import progress
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.core.text import listed, plural
 from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project

@@ -21,7 +21,7 @@ from samplewise.attribution.trained_models import TrainedModel, run_settings
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.predictions import IGNORE_INDEX, prediction_columns
 from samplewise.core.progress import progress
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError, NonFiniteGradientError
 from samplewise.ledger.previews import preview

@@ -93,8 +93,8 @@ def attribute(
     here = absolute(".")  # the recipe may change the working directory
     from samplewise.attribution.attribution_results import plan_attribution, shown_path
     from samplewise.cli.recipe import Recipe
+    from samplewise.core.state import seed_everything
     from samplewise.errors import CheckpointError
-    from samplewise.loop.data.rng import seed_everything
 
     target = device_named(device)
     with bad_parameters(options=("run", "checkpoints", "dim", "damping", "trust")):

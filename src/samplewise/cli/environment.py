@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from samplewise.core.devices import accelerator, device_name
-from samplewise.core.version import UNKNOWN, installed_version
+from samplewise.core.package import UNKNOWN, installed_version
 
 OMITTED = ("demo", "dev")  # extras that consist of others, and of the tools of the tests
 # Variables that change what torch computes, or with what. Others may contain paths.

@@ -30,7 +30,7 @@ from samplewise.cli.report import report
 from samplewise.cli.stdio import OutputError, guarded_output
 from samplewise.cli.train import train
 from samplewise.core.allocator import keep_freed_memory
-from samplewise.core.version import installed_version
+from samplewise.core.package import installed_version
 
 
 class OneLineErrors(TyperGroup):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samplewise.cli.arguments import bad_parameters
-from samplewise.core.slow_notice import notify_if_slow
+from samplewise.core.progress import notify_if_slow
 from samplewise.core.text import plural, render
 from samplewise.privacy import accounting
 from samplewise.privacy.accounting import Releases

@@ -23,8 +23,8 @@ from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
-from samplewise.core.slow_notice import notify_if_slow
-from samplewise.core.snapshot import random_state_restored
+from samplewise.core.progress import notify_if_slow
+from samplewise.core.state import random_state_restored
 from samplewise.core.text import listed, plural
 from samplewise.diagnostics import profile
 from samplewise.engine.gradients import gradients, plan_table, time_profile

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from samplewise.core.criteria import as_criterion
-from samplewise.core.snapshot import random_state
+from samplewise.core.state import RandomState
 from samplewise.errors import BatchError
 from samplewise.ledger.previews import indexed_items
 from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, without_id
@@ -51,7 +51,7 @@ def _has_id(loader: Any) -> bool:
     """True if batches of a loader have an id; the random state is restored."""
     if not len(loader.dataset):
         return False
-    restore = random_state()
+    restore = RandomState().restore
     try:
         batch = loader.collate_fn([loader.dataset[0]])
     finally:

@@ -15,9 +15,9 @@ from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe import Recipe
 from samplewise.cli.sample_ids import explain_missing_ids, with_ids
 from samplewise.core.files import absolute
+from samplewise.core.state import seed_everything
 from samplewise.core.text import plural
 from samplewise.ledger.ledger import Ledger
-from samplewise.loop.data.rng import seed_everything
 from samplewise.loop.fit_result import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import launch

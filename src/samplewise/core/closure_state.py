@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.batches import leaves
 from samplewise.core.reachable import Reachable, Variable, bits_of, bytes_of, items_of
-from samplewise.core.snapshot import SMALL, Buffers, RandomState, seed_generators
+from samplewise.core.state import SMALL, Buffers, RandomState, reseed
 from samplewise.errors import LossesError
 
 MUTABLE = (OrderedDict, dict, list, set, deque)  # an OrderedDict keeps its order beside that of the dict
@@ -164,7 +164,7 @@ class CallSnapshot:
     def restore_random(self, seed: int = 0) -> None:
         """Restore the random number generators only. If `seed` is not 0, seed the global ones with it instead."""
         if seed:
-            seed_generators(seed)
+            reseed(seed)
         else:
             self._random_state.restore()
         for generator in self._generators:

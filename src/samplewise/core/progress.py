@@ -1,8 +1,9 @@
-"""Progress of a long computation on stderr: a bar in a terminal, plain lines elsewhere."""
+"""Progress of a long computation on stderr: a bar in a terminal, plain lines elsewhere. Notices of slow operations."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 QUIET = 2.0  # seconds before the first line
 INTERVAL = 15.0  # seconds between two lines
+PATIENCE = 2.0  # seconds before the notice of a slow operation
 
 Item = TypeVar("Item")
 
@@ -98,3 +100,15 @@ class _Lines:
         self._next = time.monotonic() + INTERVAL
         with suppress(OSError):  # a closed pipe must not stop the computation
             print(f"{self._description}: {self._done}{self._total}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def notify_if_slow(notify: Callable[[str], object], line: str) -> Iterator[None]:
+    """Call `notify(line)` once, from a timer thread, if the block takes longer than PATIENCE seconds."""
+    timer = threading.Timer(PATIENCE, notify, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

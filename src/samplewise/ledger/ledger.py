@@ -14,7 +14,7 @@ import torch
 from samplewise.backward import BackwardResult
 from samplewise.core.files import absolute
 from samplewise.core.predictions import PREDICTION_COLUMNS
-from samplewise.core.snapshot import random_state
+from samplewise.core.state import RandomState
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.aggregate import aggregate_visits
@@ -333,7 +333,7 @@ class Ledger:
             self._write_previews(self._parts.run, self._item)
 
     def _write_previews(self, run: Path, item: Callable[[Any], Any] | None) -> None:
-        restore = random_state()  # datasets may draw random numbers
+        restore = RandomState().restore  # datasets may draw random numbers
         try:
             write_previews(run, item, aggregate_visits(parts(run)), self.names)
         except Exception as why:

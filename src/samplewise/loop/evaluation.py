@@ -13,10 +13,10 @@ from samplewise.core.batches import check_loader, concat, to_device
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import per_sample
 from samplewise.core.means import WeightedMean
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode, fork_rng
 from samplewise.errors import BatchError, LossesError
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
-from samplewise.loop.data.rng import derive_seed, fork_rng
+from samplewise.loop.data.rng import derive_seed
 from samplewise.loop.metrics import OutputRecorder, as_metrics, results
 from samplewise.parallel.group import current_group, on_every_rank
 from samplewise.step.step import Step

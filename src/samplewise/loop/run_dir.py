@@ -1,22 +1,33 @@
-"""Run directory: log, checkpoints, run.json and lock."""
+"""Run directory: checkpoints and lock; log.jsonl; metadata in run.json."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from samplewise.core.devices import device_name
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import RUN_FILE, RUN_VERSION, other_version, read_json, write_json
+from samplewise.core.package import UNKNOWN, installed_version
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints
 from samplewise.loop.checkpoint.format import STATE_FILE
 from samplewise.loop.checkpoint.io import BackgroundWriter
+from samplewise.loop.checkpoint.resume_settings import loss_name
 from samplewise.loop.checkpoint.state import check_trainer_state
-from samplewise.loop.log import Log
 from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.step.step import Step
 
 
 def run_lock(directory: Path) -> DirectoryLock:
@@ -189,3 +200,127 @@ def _read_on_all_ranks(path: Path) -> dict[str, Any]:
     if current_group().all_reduce_scalars(error is not None)[0]:
         raise error or CheckpointError(f"{path} must be readable on all ranks; found that another rank failed.")
     return state
+
+
+# --- log.jsonl -------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """Log file log.jsonl: one JSON object per line, flushed after each line.
+
+    On resume, lines newer than the checkpoint are cut off.
+    """
+
+    def __init__(self, path: Path, keep: int | None = 0):
+        """keep: number of bytes of an existing file to keep; None for all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("ab")
+        size = self._file.tell()
+        self._file.truncate(size if keep is None else min(keep, size))
+        self._file.seek(0, os.SEEK_END)
+
+    def write(self, **fields: Any) -> None:
+        """Append a line. Tensors and NumPy arrays and numbers are written as numbers and lists."""
+        text = json.dumps(fields, default=_as_json) + "\n"
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+        except OSError as why:
+            raise CheckpointError(
+                f"the log file {self._path} must be writable; found: {why}. Free disk space or fix the permissions, "
+                "then resume: the checkpoints are intact."
+            ) from why
+
+    def position(self) -> int:
+        """Flush to disk (fsync) and return the length of the file in bytes."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        with suppress(OSError):  # a failed write has raised already
+            self._file.close()
+
+
+def _as_json(value: Any) -> Any:
+    """Convert tensors, NumPy arrays and NumPy numbers for JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(
+        f"fields of a log line must be numbers, text, or lists or dicts of these; found {type(value).__name__}."
+    )
+
+
+# --- run.json --------------------------------------------------------------------------------------------------------
+
+# Packages that can change the results of a training. Those that are imported are listed with their versions.
+PACKAGES = ("samplewise", "torch", "numpy", "torchvision", "torchdata", "transformers", "datasets", "torchmetrics")
+
+
+def run_metadata(step: Step, loader: Iterable[Any], device: torch.device, **settings: Any) -> dict[str, Any]:
+    """Return the metadata of a run as a dict for JSON.
+
+    settings: further settings of the trainer to list.
+    """
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "samplewise": installed_version(),
+        "torch": torch.__version__,
+        "parameters": sum(p.numel() for p in step.model.parameters()),
+        "device": device_name(device),
+        "settings": {**_plain(settings), **_plain(_of_step(step)), **_plain(_of_loader(loader))},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {
+            "system": platform.platform(),
+            "processors": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        },
+    }
+
+
+def _of_step(step: Step) -> dict[str, Any]:
+    return {
+        "model": type(step.model).__name__,
+        "loss": _loss(step.loss_fn),
+        "optimizer": _optimizer(step.optimizer),
+        "scheduler": None if step.scheduler is None else type(step.scheduler).__name__,
+        **step.config.settings(),
+    }
+
+
+def _loss(loss_fn: Any) -> str:
+    """Return the name of the loss function, with its module if it is not a criterion of PyTorch."""
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    name = loss_name(function)
+    return name if hasattr(function, "criterion") else f"{function.__module__}.{name}"
+
+
+def _optimizer(optimizer: Any) -> str:
+    """Return the optimizer as a constructor call with the settings of its first parameter group."""
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    names = [name for name in groups[0] if name not in ("params", "param_names", "initial_lr")]
+    options = {name: groups[0][name] for name in names if groups[0][name] not in (None, False)}
+    more = f", and {len(groups) - 1} more groups" if len(groups) > 1 else ""
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())}){more}"
+
+
+def _of_loader(loader: Any) -> dict[str, Any]:
+    named = {"batch size": "batch_size", "workers": "num_workers"}
+    settings = {title: getattr(loader, name, None) for title, name in named.items()}
+    data = getattr(loader, "dataset", loader)
+    inner = getattr(data, "dataset", data)  # the dataset inside sw.Indexed or Subset
+    return {"data": type(inner).__name__, **settings}
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not None; values other than bool, int, float and str as their repr."""
+    plain = (bool, int, float, str)
+    items = ((name, value) for name, value in settings.items() if value is not None)
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in items}
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the imported packages; not of those imported from a source tree."""
+    versions = {name: installed_version(name) for name in PACKAGES if name in sys.modules}
+    return {name: version for name, version in versions.items() if version != UNKNOWN}

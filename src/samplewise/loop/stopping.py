@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from samplewise.core.snapshot import RandomState
+from samplewise.core.state import RandomState
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.loop.durations import Duration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -19,6 +20,7 @@ from samplewise.core.batches import to_device
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.files import absolute
+from samplewise.core.state import reseed
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint
@@ -37,17 +39,15 @@ from samplewise.loop.checkpoint.state import (
     rank_state,
 )
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
-from samplewise.loop.data.rng import derive_seed, reseed
+from samplewise.loop.data.rng import derive_seed
 from samplewise.loop.durations import Duration, end_of_training, interval
 from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
 from samplewise.loop.fit_result import FitResult
 from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
 from samplewise.loop.metrics import MetricFunction, StatefulMetric
-from samplewise.loop.nested_fit import only_fit_of
 from samplewise.loop.progress import Progress
-from samplewise.loop.run_dir import RunDirectory
-from samplewise.loop.run_metadata import about
+from samplewise.loop.run_dir import RunDirectory, run_metadata
 from samplewise.loop.stopping import StopRequest, stop_controller
 from samplewise.parallel import launch
 from samplewise.parallel.ddp import inner
@@ -165,7 +165,7 @@ class Trainer(CheckedAttributes):
         """
         keep_freed_memory()
         with (
-            only_fit_of(self.step),
+            _only_fit_of(self.step),
             self._session(fast_dev_run),
             self.step._slow_compile_notice(self._progress.line),
         ):
@@ -390,7 +390,7 @@ class Trainer(CheckedAttributes):
                 self.step.privacy.open(self._files.directory)  # after a resume it is open
             self._files.check(*self._state(0))
             settings = {"seed": self.seed, "log_every": str(self.log_every)}
-            self._files.describe(**about(self.step, self.loader, self.device, **settings))
+            self._files.describe(**run_metadata(self.step, self.loader, self.device, **settings))
         return self._loader
 
     def _note_changed_settings(self) -> None:
@@ -606,3 +606,22 @@ def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: An
 def _check_overfit_batches(overfit_batches: Any) -> None:
     if overfit_batches is not None and (type(overfit_batches) is not int or overfit_batches < 1):
         raise ValueError(f"overfit_batches must be a positive number of batches; found {overfit_batches!r}.")
+
+
+_steps_in_fit: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+@contextmanager
+def _only_fit_of(step: Step) -> Iterator[None]:
+    """Mark the step as being trained; raise RuntimeError if it is: two loops would share its window and counters."""
+    if step in _steps_in_fit:
+        raise RuntimeError(
+            "fit must have returned before the same step is trained again; found a call of fit inside fit: from a "
+            "callback, a loss function, a loader or another thread. Call trainer.stop(reason), and call fit again "
+            "after it has returned. evaluate, predict and save may be called from callbacks."
+        )
+    _steps_in_fit.add(step)
+    try:
+        yield
+    finally:
+        _steps_in_fit.discard(step)

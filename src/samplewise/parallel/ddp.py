@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.losses import LossFn
-from samplewise.core.snapshot import Buffers, checksum
+from samplewise.core.state import Buffers, checksum
 from samplewise.errors import DistributedError
 from samplewise.parallel.group import current_group
 from samplewise.parallel.overlap import Overlap

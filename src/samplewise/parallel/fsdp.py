@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.errors import DistributedError, ParameterError
 from samplewise.parallel import collectives
 from samplewise.parallel.ddp import make_equal, reached, refuse_collectives

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.losses import LossFn
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.errors import DistributedError
 from samplewise.parallel.ddp import DDPStrategy
 from samplewise.parallel.fsdp import FSDPConfig, FSDPStrategy, fsdp, shard

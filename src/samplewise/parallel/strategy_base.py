@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from samplewise.core.losses import LossFn
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.parallel.overlap import Overlap
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from samplewise.core.files import tensor_bytes
-from samplewise.core.snapshot import put_back
+from samplewise.core.state import put_back
 from samplewise.core.text import listed
 from samplewise.errors import PrivacyError
 

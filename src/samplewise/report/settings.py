@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from samplewise.core.version import UNKNOWN, installed_version
+from samplewise.core.package import UNKNOWN, installed_version
 from samplewise.report.html import Section, columns, number, text, value_table
 from samplewise.report.run_log import RunLog, is_number
 from samplewise.report.training import better_extremes, extreme, measured_curves

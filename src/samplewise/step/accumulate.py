@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.microbatch import MicrobatchSize
-from samplewise.core.snapshot import checksum
+from samplewise.core.state import checksum
 from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.engine.gradients import Gradients, require_linear
 from samplewise.step.forward import LossEvaluator

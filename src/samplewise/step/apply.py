@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import ParameterError, SamplewiseError
 from samplewise.parallel.group import current_group

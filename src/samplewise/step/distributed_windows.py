@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samplewise.core.devices import DeviceGenerator
 from samplewise.core.memory import Auto
-from samplewise.core.snapshot import random_state
+from samplewise.core.state import RandomState
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.parallel import collectives
 from samplewise.parallel.group import current_group
@@ -263,7 +263,7 @@ class DistributedWindows(WindowRanks):
 
     def transform_sum(self, transform: SumTransform, trained: TrainedParameters) -> None:
         """Every rank uses the random state of rank 0; the other ranks then restore their own."""
-        restore = random_state()
+        restore = RandomState().restore
         generators = _generators(transform, trained.gradients())
         states = current_group().broadcast_object([generator.get_state() for generator in generators])
         for generator, state in zip(generators, states, strict=True):

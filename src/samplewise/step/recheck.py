@@ -32,7 +32,7 @@ from samplewise.core.losses import (
     why_not_alone,
 )
 from samplewise.core.memory import is_out_of_memory
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.engine.graph.graph import edge_of, is_accumulate_grad
 from samplewise.engine.graph.structure import children_below
 from samplewise.engine.reference import gradient_of

@@ -19,7 +19,7 @@ from samplewise.core.losses import as_loss_fn
 from samplewise.core.memory import Auto
 from samplewise.core.microbatch import memory_budget
 from samplewise.core.predictions import PREDICTION_COLUMNS
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig

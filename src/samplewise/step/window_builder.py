@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from samplewise.core.batches import length
 from samplewise.core.microbatch import MicrobatchSize
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.core.text import plural
 from samplewise.engine.deferred_checks import collect_in
 from samplewise.errors import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.core.snapshot import Buffers
+from samplewise.core.state import Buffers
 from samplewise.errors import DistributedError
 from samplewise.parallel.group import current_group
 from samplewise.parallel.strategy import SingleProcessStrategy

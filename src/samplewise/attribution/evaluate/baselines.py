@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
-from samplewise.core.snapshot import eval_mode
+from samplewise.core.state import eval_mode
 from samplewise.dataset_pass import check_train_and_queries
 
 

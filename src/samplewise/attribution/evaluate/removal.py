@@ -16,7 +16,7 @@ from samplewise.attribution.evaluate.lds import by_query, check_scores
 from samplewise.attribution.evaluate.retrain import retrain
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
 from samplewise.attribution.outputs import OutputFn, margin
-from samplewise.core.snapshot import random_state_restored
+from samplewise.core.state import random_state_restored
 from samplewise.core.text import plural, render
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from samplewise.attribution.evaluate.training import Training
 from samplewise.core.losses import LossFn, per_sample
-from samplewise.core.snapshot import random_state_restored
+from samplewise.core.state import random_state_restored
 from samplewise.step.step import Step
 
 # Optimizers whose update of an element depends on the gradients of this element only.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from samplewise.attribution.outputs import OutputFn, outputs_and_weights
-from samplewise.core.snapshot import eval_mode, random_state_restored
+from samplewise.core.state import eval_mode, random_state_restored
 from samplewise.step.step import Step
 
 MakeStep = Callable[[], Step]

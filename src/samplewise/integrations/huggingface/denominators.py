@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.predictions import IGNORE_INDEX
-from samplewise.core.snapshot import snapshot
+from samplewise.core.state import snapshot
 from samplewise.parallel.group import current_group
 
 METRICS = ("_metrics", "_total_train_tokens")  # attributes that compute_loss of TRL changes

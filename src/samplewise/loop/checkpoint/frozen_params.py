@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samplewise.core.files import sha256
-from samplewise.core.snapshot import checksum
+from samplewise.core.state import checksum
 from samplewise.errors import CheckpointError
 from samplewise.parallel.group import current_group
 from samplewise.parallel.sharded_parameters import is_dtensor

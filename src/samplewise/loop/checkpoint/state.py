@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.snapshot import RandomState
+from samplewise.core.state import RandomState, reseed
 from samplewise.errors import CheckpointError, SamplewiseError
 from samplewise.loop.checkpoint.encoding import Malformed
 from samplewise.loop.checkpoint.frozen_params import check_frozen
@@ -40,7 +40,7 @@ from samplewise.loop.checkpoint.schema import (
     check,
     maybe,
 )
-from samplewise.loop.data.rng import derive_seed, reseed
+from samplewise.loop.data.rng import derive_seed
 from samplewise.parallel.group import current_group
 from samplewise.parallel.sharded_parameters import is_dtensor
 from samplewise.step.step import Step

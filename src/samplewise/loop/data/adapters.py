@@ -22,10 +22,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from samplewise.core.batches import length
-from samplewise.core.snapshot import RandomState
+from samplewise.core.state import RandomState, RngStream
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.data.rng import (
-    RngStream,
     UnwrapInWorker,
     derive_seed,
     is_deterministic,

@@ -1,77 +1,24 @@
-"""Seeding of samplers, datasets and workers, with the global random state restored afterwards."""
+"""Seeding of samplers, datasets and workers."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
-from samplewise.core.devices import seed_devices
-from samplewise.core.snapshot import RandomState, random_state_restored
+from samplewise.core.state import reseed
 from samplewise.ledger.sample_ids import Indexed
 
 
 def derive_seed(*keys: Any) -> int:
     """Return a 32-bit seed: a hash of the `repr` of all arguments."""
     return int.from_bytes(hashlib.sha256(repr(keys).encode()).digest()[:4], "little")
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the global random generators of torch (all devices), Python and NumPy."""
-    torch.manual_seed(seed)
-    _seed_others(seed)
-
-
-def reseed(seed: int) -> None:
-    """Seed like `seed_everything`, but skip devices that are not initialized. Cheap enough for every sample."""
-    torch.default_generator.manual_seed(seed)
-    seed_devices(seed)
-    _seed_others(seed)
-
-
-def _seed_others(seed: int) -> None:
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
-
-
-@contextmanager
-def fork_rng(seed: int) -> Iterator[None]:
-    """Seed the global random generators inside the block, and restore their state afterwards."""
-    with random_state_restored():
-        reseed(seed)
-        yield
-
-
-class RngStream:
-    """Separate random state for blocks `with stream:`. Each block continues where the last one ended."""
-
-    def __init__(self, seed: int):
-        with fork_rng(seed):
-            self._inside = RandomState()
-
-    def __enter__(self) -> None:
-        self._outside = RandomState()
-        self._inside.restore()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._inside = RandomState()
-        self._outside.restore()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inside.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inside = RandomState.from_state_dict(state)
 
 
 def nested_parts(root: Any) -> list[Any]:

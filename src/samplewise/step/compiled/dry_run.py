@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.snapshot import snapshot
+from samplewise.core.state import snapshot
 from samplewise.errors import SamplewiseError
 from samplewise.step.accumulate import Accumulator
 from samplewise.step.apply import UpdateApplier

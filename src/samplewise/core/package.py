@@ -1,4 +1,4 @@
-"""Public names of a package that are imported at their first use.
+"""The installed package: its version, and public names that are imported at their first use.
 
 Torch takes seconds to import, and importing any module of samplewise runs the `__init__.py` of the package. So that the
 command line can print its help and errors and complete words at once, `import samplewise` alone does not import torch;
@@ -11,9 +11,20 @@ import re
 import sys
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pkgutil import get_data
 from types import ModuleType
 from typing import Any
+
+UNKNOWN = "unknown"
+
+
+def installed_version(package: str = "samplewise") -> str:
+    """Return the version of an installed package; "unknown" for one that is imported without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return UNKNOWN
 
 
 def import_at_first_use(package: str, exports: str) -> None:

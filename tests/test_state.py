@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from samplewise.core.snapshot import Buffers, random_state, snapshot
+from samplewise.core.state import Buffers, RandomState, snapshot
 
 
 class Moving(nn.Module):
@@ -28,7 +28,7 @@ def values(module):
 
 
 def test_random_state():
-    restore = random_state()
+    restore = RandomState().restore
     first = torch.rand(3)
     restore()
     assert torch.equal(torch.rand(3), first)
@@ -174,7 +174,7 @@ def test_what_is_remembered_last_counts():
 
 def test_what_stands_still_is_copied_once(monkeypatch):
     """Masks can be large."""
-    monkeypatch.setattr("samplewise.core.snapshot.SMALL", 0)
+    monkeypatch.setattr("samplewise.core.state.SMALL", 0)
     module = Moving()
     buffers, copied = Buffers([module]), []
     clone = torch.Tensor.clone

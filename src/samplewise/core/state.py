@@ -1,4 +1,4 @@
-"""Snapshot and restore of buffers, RNG state and train/eval modes."""
+"""Save and restore of random generators, buffers and train/eval modes."""
 
 from __future__ import annotations
 
@@ -76,8 +76,14 @@ def _as_numpy(state: Any) -> tuple[Any, ...] | None:
     return (name, keys.numpy().astype("uint32"), *rest)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the global random generators of torch (CPU and accelerator), Python and NumPy."""
+def seed_everything(seed: int) -> None:
+    """Seed the global random generators of torch (all devices, also before their first use), Python and NumPy."""
+    torch.manual_seed(seed)
+    reseed(seed)
+
+
+def reseed(seed: int) -> None:
+    """Seed like `seed_everything`, but skip devices that are not initialized. Cheap enough for every sample."""
     numpy = _numpy_random()
     torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every kind of accelerator: 0.2 ms
     seed_devices(seed)
@@ -86,41 +92,55 @@ def seed_generators(seed: int) -> None:
         numpy.seed(seed)
 
 
-def random_state() -> Callable[[], None]:
-    """Save the state of the global random generators; return a function that restores it."""
-    return RandomState().restore
-
-
 @contextmanager
 def random_state_restored() -> Iterator[None]:
     """Restore the state of the global random generators after the block."""
-    restore = random_state()
+    state = RandomState()
     try:
         yield
     finally:
-        restore()
+        state.restore()
+
+
+@contextmanager
+def fork_rng(seed: int) -> Iterator[None]:
+    """Seed the global random generators inside the block, and restore their state afterwards."""
+    with random_state_restored():
+        reseed(seed)
+        yield
+
+
+class RngStream:
+    """Separate random state for blocks `with stream:`. Each block continues where the last one ended."""
+
+    def __init__(self, seed: int):
+        with fork_rng(seed):
+            self._inside = RandomState()
+
+    def __enter__(self) -> None:
+        self._outside = RandomState()
+        self._inside.restore()
+
+    def __exit__(self, *error: object) -> None:
+        self._inside = RandomState()
+        self._outside.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inside.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inside = RandomState.from_state_dict(state)
 
 
 def snapshot(*modules: nn.Module) -> Callable[[], None]:
     """Save the buffers of modules and the RNG state; return a function that restores both."""
     buffers = Buffers(modules)
-    restore_random_state = random_state()
+    random_state = RandomState()
     buffers.remember()
 
     def restore() -> None:
         buffers.restore()
-        restore_random_state()
-
-    return restore
-
-
-def modes(*modules: nn.Module) -> Callable[[], None]:
-    """Save the train/eval mode of each module; return a function that restores it."""
-    before = [(module, module.training) for root in modules for module in root.modules()]
-
-    def restore() -> None:
-        for module, training in before:
-            module.training = training  # not train(): some modules override it with side effects
+        random_state.restore()
 
     return restore
 
@@ -128,14 +148,14 @@ def modes(*modules: nn.Module) -> Callable[[], None]:
 @contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
     """Put modules and their submodules in eval mode; restore the mode of each submodule on exit."""
-    restore = modes(*modules)
-    for root in modules:
-        for module in root.modules():
-            module.training = False  # not eval(): see `modes`
+    modes = [(module, module.training) for root in modules for module in root.modules()]
+    for module, _ in modes:
+        module.training = False  # not eval(): some modules override it, and train(), with side effects
     try:
         yield
     finally:
-        restore()
+        for module, training in modes:
+            module.training = training
 
 
 def checksum(tensor: Tensor) -> Tensor:
