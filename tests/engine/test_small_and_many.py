@@ -63,7 +63,7 @@ def test_a_layer_that_is_faint_beside_others():
     torch.testing.assert_close(found["a.weight"].double(), expected, rtol=1e-5, atol=0)
 
 
-def test_faint_norms_can_be_differentiated():
+def test_underflowed_norms_can_be_differentiated():
     layer, x = nn.Linear(6, 4).float(), noise(4, 6).float()
     losses = layer(x).square().sum(1) * torch.tensor([1e-24, 1.0, 0.0, 1e-24])
     norms = sw.gradients(losses, layer, create_graph=True).norms()

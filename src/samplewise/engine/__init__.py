@@ -3,6 +3,7 @@
 Data flows in this order:
 
     losses ─ arguments   validation of arguments; deferred_checks: of values, which are read later on an accelerator
+           ─ outputs     of a scalar loss: the part of each sample, from the outputs that the loss was computed from
            ─ graph/      nodes between the losses and the parameters (graph), with the graph structure as a key
                          (structure), the tensors that they saved (saved) and hooks on them (hook_registry)
 
