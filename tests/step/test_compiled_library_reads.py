@@ -16,6 +16,8 @@ from test_compiled_reads import assert_same, scaled
 from torch import nn
 
 import samplewise as sw
+from samplewise.errors import TrainingWarning
+from samplewise.testing import cases
 
 READ = r"reads the value of a tensor"
 CALL = "which can change with every call"
@@ -92,6 +94,19 @@ def test_tensors_that_stay_tensors():
     assert_same(split, READ)
     for read in reads.values():
         assert_same(of_tensor(read)[0], None)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_values_that_the_engine_reads():
+    """The reason is that of the tracer: neither the model nor the loss function reads a value."""
+    case = cases.CASES["custom_function_that_is_a_layer"]
+    model, inputs = case.build(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    step = sw.Step(model, optimizer, lambda m, x: case.loss(m(*x)), compile=True, transforms=[sw.clip(1.0)])
+    step(inputs)
+    with pytest.warns(TrainingWarning, match="data-dependent"):
+        step(inputs)
+    assert READ not in step.compiled
 
 
 # ------------------------------------------------------------- objects and settings of torch
@@ -294,7 +309,7 @@ def test_a_loss_function_that_reads_its_own_step(read):
         step.run([torch.randn(12, 3, generator=torch.Generator().manual_seed(1)).double()])
         return model.weight.detach()
 
-    with pytest.warns(sw.errors.TrainingWarning, match="updates stay uncompiled"):
+    with pytest.warns(TrainingWarning, match="updates stay uncompiled"):
         compiled = after(True)
     torch.testing.assert_close(compiled, after(False), rtol=1e-12, atol=1e-12)
 

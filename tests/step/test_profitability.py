@@ -16,7 +16,7 @@ BATCH = torch.randn(6, 4), torch.randn(6, 1)
 
 
 @pytest.fixture(autouse=True)
-def _trials_on_interpreted_code(interpreted, monkeypatch):
+def _measured_on_interpreted_code(interpreted, monkeypatch):
     monkeypatch.setattr(program_cache, "refuse_library_bound", profitability.refuse_library_bound)
     monkeypatch.setattr(program_cache, "refuse_slower", profitability.refuse_slower)
 
@@ -74,13 +74,13 @@ def test_slower_updates_stay_uncompiled(timed):
     reason = "compiled updates are not faster; they take 12 ms, uncompiled ones 10 ms"
     assert step.compiled == reason
     assert lines == [f"updates of 6 samples stay uncompiled: {reason}"]
-    assert len(measured) == 2 * profitability.MOST  # close to each other, so all rounds; and one trial only
+    assert len(measured) == 2 * profitability.MOST  # close to each other, so all rounds; and measured only once
     plain = made(compile=False)
     run(plain)
-    assert_same(values(step), values(plain))  # bit for bit: the trial leaves no trace
+    assert_same(values(step), values(plain))  # bit for bit: dry runs leave no trace
 
 
-def test_faster_updates_are_compiled_without_a_trace_of_the_trial(timed, monkeypatch):
+def test_faster_updates_are_compiled_without_a_trace_of_the_dry_runs(timed, monkeypatch):
     measured = timed([1.0], [0.1])
     step = made()
     assert run(step) == []
@@ -121,7 +121,7 @@ def test_a_restored_step_is_not_tried_again(timed):
         assert measured == [] and other.compiled == step.compiled
 
 
-def test_state_from_before_there_were_trials(timed):
+def test_state_from_before_updates_were_measured(timed):
     timed([1.0], [0.1])
     for step in (made(), made(compile=False)):
         state = step.state_dict()

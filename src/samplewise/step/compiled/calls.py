@@ -136,13 +136,22 @@ READ = "the model or the loss function reads the value of a tensor ({})"
 
 class NumberReads(TorchDispatchMode):
     """Raises CannotCompile if torch itself reads the value of a tensor in tracing, as for a tensor that is the size of
-    another one, the end of a slice, or an argument that must be a number.
+    another one, the end of a slice, or an argument that must be a number. The tracer, which is below this mode, answers
+    reads of the engine: it refuses those of values that are not constant.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and not _is_called_by_engine():
             raise CannotCompile(READ.format("as a number"))
         return func(*args, **(kwargs or {}))
+
+
+def _is_called_by_engine() -> bool:
+    """Test whether the innermost code besides torch and the modes of this module belongs to the engine."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_module_of(frame) == __name__ or _module_of(frame).partition(".")[0] == "torch"):
+        frame = frame.f_back
+    return frame is not None and _module_of(frame).startswith("samplewise.engine.")
 
 
 class ValueReads(TorchFunctionMode):

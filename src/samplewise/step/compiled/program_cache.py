@@ -161,19 +161,18 @@ class ProgramCache:
         """Return the verified program for the next `size` samples, compiling it if needed; None: run uncompiled."""
         if not 0 < size <= cursor.left:
             return None
-        record_norms = self.builder.record_norms
         self.evaluator.predictions = predictions = self.builder.predictions
         shape = ""
         try:
             rows = signature(cursor.batch, cursor.rows)
             shape = repr((rows, size))
-            key = rows, size, record_norms, predictions
+            key = rows, size, self.builder.record_norms, predictions
             if not self._settings_hold():
                 return None
             if self._guards is not None and not self.guards_hold() and self.gave_up is not None:
                 return None  # otherwise it is compiled again, at once, as after a resume
             if key not in self.programs:
-                self.programs[key] = self._compile(cursor, size, record_norms, shape)
+                self.programs[key] = self._compile(cursor, size, shape)
             program = self.programs[key]
             if program is not None:
                 program.feed(cursor.batch)
@@ -203,7 +202,7 @@ class ProgramCache:
         self.known.append(shape)
         return True
 
-    def _compile(self, cursor: BatchCursor, size: int, record_norms: bool, shape: str) -> Program | None:
+    def _compile(self, cursor: BatchCursor, size: int, shape: str) -> Program | None:
         if not self._admitted(shape):
             return None
         self._check_settings()
@@ -215,7 +214,7 @@ class ProgramCache:
             raise CannotCompile(f"the model or the loss function can read {description(before.iterators[0])}")
         try:
             self._call_once(example, before)
-            return self._compile_repeated_call(cursor, size, record_norms, shape, example, functions)
+            return self._compile_repeated_call(cursor, size, shape, example, functions)
         except Exception:
             before.restore()
             raise
@@ -238,7 +237,7 @@ class ProgramCache:
             self._values = {}
 
     def _compile_repeated_call(
-        self, cursor: BatchCursor, size: int, record_norms: bool, shape: str, example: Any, functions: Sequence[Any]
+        self, cursor: BatchCursor, size: int, shape: str, example: Any, functions: Sequence[Any]
     ) -> Program:
         """Compile the update as it is after `_call_once`. It must not change variables any more."""
         state = CallSnapshot(functions, self.evaluator.modules, [example])
@@ -254,7 +253,7 @@ class ProgramCache:
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
             try:
                 with guards.unchanged():
-                    tensors, update = self._traced(cursor, size, example, record_norms)
+                    tensors, update = self._traced(cursor, size, example)
             finally:
                 state.restore()
             program = Program(update, tensors, example)
@@ -315,9 +314,7 @@ class ProgramCache:
             "newer torch version can compile updates in mixed precision"
         )
 
-    def _traced(
-        self, cursor: BatchCursor, size: int, example: Any, record_norms: bool
-    ) -> tuple[Tensors, CompiledUpdate]:
+    def _traced(self, cursor: BatchCursor, size: int, example: Any) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
         optimizer = self.applier.optimizer
         tensors = Tensors.of(evaluator)

@@ -123,7 +123,7 @@ def trace_backward(
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
             accumulator.evaluator = traced = TracedEvaluator(evaluator, wanted)
-            with NumberReads():  # above the mode of the tracer, which would answer with a constant
+            with NumberReads():  # above the mode of the tracer, which would answer the loss function with a constant
                 (stats,) = accumulator.add([example], 0)
             gradients = traced.gradient_sum(denominator([stats]) if mean else 1.0)
             tensors.check_replaced(list(wanted.values()), others)

@@ -1,6 +1,10 @@
 """One complete update as a function of tensors; this function is compiled.
 
 rows → losses, gradients → max_grad_norm → optimizer formula → if all finite: write parameters and state in place
+
+Losses and gradients are traced from the accumulators of uncompiled updates. The rest is written here again instead of
+traced from `UpdateApplier` and the optimizer: these read the finite flag and the hyperparameters as Python numbers,
+which would become constants of the code.
 """
 
 from __future__ import annotations
