@@ -61,7 +61,8 @@ class Trained(Protocol):
 
 class PrivateUpdate:
     """Policy of private updates of one step. `plan`: its sw.Privacy. `meter`: what it has spent. `private_accumulator`:
-    class of the accumulator that leaves out samples.
+    class of the accumulator that leaves out samples; it belongs to the step, which this package does not import. The
+    hooks without a docstring are those of `OrdinaryUpdate` in samplewise.step.policy.
     """
 
     empty_updates: ClassVar = True  # a draw without samples is an update, too: that it is empty must not show

@@ -206,7 +206,7 @@ class UpdateApplier:
             scale = 1.0
             for transform in on_sum:
                 self.ranks.transform_sum(transform, self.trained)
-        self._policy.before_apply(self.trained)
+        self._policy.before_apply(self.trained)  # the sums are final: a private one is logged before it is used
         if window.divided and scale == 1:
             return
         total = None if window.totals is None else window.totals.denominators
