@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,6 +30,7 @@ from samplewise.attribution.ordered_samples import OrderedSamples
 from samplewise.attribution.subject import Outcomes, Subject, check_queries
 from samplewise.attribution.trained_models import read_runs
 from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import plural
 from samplewise.eval_pass import parameters_kept
 from samplewise.ledger.files import load_pyarrow, write_parquet
@@ -75,7 +77,7 @@ def attribute(
     identified by their index in the dataset; the order of the loaders does not matter, and random augmentation is that
     of the first epoch. `samplewise attribute RECIPE` calls this function.
 
-    model, loss_fn: as in the training; the parameters are those of the checkpoints, and the model is restored
+    model, loss_fn: as in the training; the parameters are those of the checkpoints, and both are restored
     train, validation: DataLoaders of map-style datasets
     run: run directory, or a checkpoint; a list of them is an ensemble, whose first run is that of the predictions
     queries: "worst" (default: the highest losses), "wrong" (misclassified samples, the highest losses first), a list of
@@ -237,7 +239,11 @@ class AttributionPlan:
             return None
 
     def results(self, model: nn.Module, loss_fn: Any, train: Any, validation: Any) -> AttributionResults:
-        with parameters_kept(model):
+        modules = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]  # the loss may hold the model
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(parameters_kept(module))
+            stack.enter_context(eval_mode(*modules))
             subject = Subject(model, loss_fn, train, validation, self.models)
             queries, outcomes = subject.queries(self.queries, self.limit)
             scores = subject.scores(self.method, queries)

@@ -5,7 +5,6 @@ Queries are samples of the validation loader. Their losses and predictions, the 
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class Outcomes:
 
 
 class Subject:
-    """Model, loss and data. The parameters of the last trained model are loaded into the model.
+    """Model, loss and data. The parameters of the last trained model are loaded into model and loss.
 
     models: trained models; the last one is used for losses and predictions
     """
@@ -65,10 +64,10 @@ class Subject:
         self.notes: list[str] = []
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if isinstance(loss, nn.Module):
-            self.loss = copy.deepcopy(loss).to(device).eval()
+            loss.to(device)
             saved = models[-1].state.get("loss")
             if saved is not None:
-                self.loss.load_state_dict(saved)
+                loss.load_state_dict(saved)
                 self.models = self.models[-1:]
                 self.notes.append("The loss has weights of its own: only the newest checkpoint is used.")
         self.states = [each.parameters(model) for each in self.models]
