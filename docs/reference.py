@@ -26,7 +26,7 @@ from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
 
-ATTRIBUTION = ("hessian", "margin", "select", "ProjectedStore")
+ATTRIBUTION = ("attribute", "hessian", "margin", "select", "ProjectedStore")
 # Each name in samplewise.__all__ is in one of these sections; exceptions have their own section.
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
@@ -53,7 +53,7 @@ RESULTS = {
     "Training steps": [Totals],
     "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
-    "Attribution": [attribution.Curvature, attribution.EKFAC, attribution.Hessian],
+    "Attribution": [attribution.AttributionResults, attribution.Curvature, attribution.EKFAC, attribution.Hessian],
 }
 RETURNED = (
     samplewise.Gradients,

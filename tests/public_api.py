@@ -36,6 +36,7 @@ FRAMEWORKS = (
 )
 # Results: the library makes them, and users only read them.
 RESULTS = (
+    "AttributionResults",
     "BackwardResult",
     "EKFAC",
     "Gradients",

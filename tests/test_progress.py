@@ -53,3 +53,10 @@ def test_a_bar_in_a_terminal(talkative, monkeypatch, capsys):
         with progress.progress(5, "inner") as inner:  # a second bar would be an error of rich
             inner(1)
     assert "batches: 1" not in capsys.readouterr().err
+
+
+def test_a_terminal_without_rich(talkative, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert list(progress.with_progress([3], "batches")) == [3]
+    assert capsys.readouterr().err == "batches: 1 of 1\n"

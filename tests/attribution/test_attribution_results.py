@@ -126,3 +126,20 @@ def test_a_run_without_checkpoints(tmp_path):
 def test_data_without_queries(trained):
     with pytest.raises(BatchError, match="queries are samples of the validation loader; found none"):
         attribute(network(), nn.CrossEntropyLoss(), LOADERS[0], None, trained)
+
+
+class HoldsTheModel(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, model, batch):
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1], reduction="none")
+
+
+def test_a_loss_that_holds_the_model_is_not_copied(trained):
+    model = network()
+    loss = HoldsTheModel(model).train()
+    found = attribute(model, loss, *LOADERS, trained, queries=[7, 2])
+    torch.testing.assert_close(found.scores, run_attribute(trained, queries=[7, 2]).scores)
+    assert loss.training and model.training

@@ -10,11 +10,13 @@ select          training data for a target set
 trak            scores from an ensemble of models, on top of the store
 evaluate        quality of scores, measured by retraining
 
-attribution_results    `attribute`: scores and a page from the checkpoints of a run; files of the results
-subject         model, loss and data of `attribute`; its queries
-methods         methods of `attribute`
-trained_models  checkpoints of runs
-ordered_samples samples of a loader by their index in the dataset
+`attribute` applies them to the run of a trainer:
+
+attribution_results  `attribute`: plan, scores and page; files of the results
+subject              model, loss and data at the parameters of checkpoints; queries
+methods              its methods: influence, TRAK, EK-FAC
+trained_models       checkpoints of runs
+ordered_samples      samples of a loader by their index in the dataset
 """
 
 from samplewise.attribution import evaluate as evaluate

@@ -13,21 +13,23 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.methods import Method, Scores, method_named
+from samplewise.attribution.methods import Scores, method_named
 from samplewise.attribution.ordered_samples import OrderedSamples
 from samplewise.attribution.subject import Outcomes, Subject, check_queries
-from samplewise.attribution.trained_models import TrainedModel, read_runs
+from samplewise.attribution.trained_models import read_runs
 from samplewise.core.files import absolute, sha256, write_bytes, write_json
+from samplewise.core.state import eval_mode
 from samplewise.core.text import plural
 from samplewise.dataset_pass import parameters_kept
 from samplewise.ledger.files import load_pyarrow, write_parquet
@@ -74,7 +76,7 @@ def attribute(
     identified by their index in the dataset; the order of the loaders does not matter, and random augmentation is that
     of the first epoch. `samplewise attribute RECIPE` calls this function.
 
-    model, loss_fn: as in the training; the parameters are those of the checkpoints, and the model is restored
+    model, loss_fn: as in the training; the parameters are those of the checkpoints, and both are restored
     train, validation: DataLoaders of map-style datasets
     run: run directory, or a checkpoint; a list of them is an ensemble, whose first run is that of the predictions
     queries: "worst" (default: the highest losses), "wrong" (misclassified samples, the highest losses first), a list of
@@ -87,7 +89,7 @@ def attribute(
     top: number of highest and of lowest scores of each query on the page
     trust: directory of lds.json, the measured quality of the scores; default: evaluate in the run directory
     """
-    plan = plan_attribution(
+    plan = AttributionPlan(
         run,
         queries=queries,
         limit=limit,
@@ -175,101 +177,73 @@ class AttributionResults:
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-class Quality(NamedTuple):
-    """Measured quality of scores.
-
-    trust      for the page; None if it was not measured
-    place      file that holds it, or should
-    warnings   about a file that cannot be read
-    """
-
-    trust: Trust | None
-    place: Path
-    warnings: Sequence[str] = ()
-
-
-def read_quality(trust: Run | None, run: Path) -> Quality:
-    """Read lds.json: that in the directory `trust`, or that in evaluate in the run directory, if there is one."""
-    directory = run / "evaluate" if trust is None else Path(trust)
-    place = directory if directory.name == "lds.json" else directory / "lds.json"
-    if trust is None and not place.is_file():
-        return Quality(None, place)
-    try:
-        return Quality(read_trust(place), place)
-    except ValueError as why:
-        if trust is not None:
-            raise ValueError(f"trust must be a directory with a measured quality: {why}") from why
-        return Quality(None, place, [str(why)])
-
-
-def plan_attribution(
-    run: Run | Sequence[Run],
-    *,
-    queries: str | Sequence[int],
-    limit: int,
-    method: str,
-    checkpoints: int | None,
-    dim: int | None,
-    damping: float | None,
-    top: int,
-    trust: Run | None,
-    recipe: str | None = None,
-) -> AttributionPlan:
-    """Check the arguments of `attribute` and read the checkpoints: what fails, fails before anything is computed.
-
-    recipe: path of the recipe, for attribution.json
-    """
-    for name, number in {"limit": limit, "top": top, "checkpoints": checkpoints, "dim": dim}.items():
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
-    if damping is not None and not 0 < damping < math.inf:
-        raise ValueError(f"damping must be a positive number; found {damping}.")
-    text = check_queries(queries)
-    chosen = method_named(method, dim=dim, damping=damping)
-    runs = [absolute(path) for path in ([run] if isinstance(run, (str, os.PathLike)) else run)]
-    if chosen.models is not None:
-        count = len(runs) * (checkpoints or 1)
-        if count > chosen.models:
-            name = "run" if len(runs) > 1 else "checkpoints"
-            raise ValueError(
-                f"{name} must be one with method {method}; found {count}. Use method influence or trak for several."
-            )
-        checkpoints = 1
-    load_pyarrow("scores.parquet needs")
-    models = read_runs(runs, checkpoints)
-    quality = read_quality(trust, models[-1].run)
-    return AttributionPlan(models, chosen, text, limit, top, quality, absolute("."), recipe)
-
-
-@dataclass(frozen=True)
 class AttributionPlan:
-    """Checked arguments of `attribute`, with the trained models.
+    """Checked arguments of `attribute`, and the checkpoints: what fails, fails before the data are loaded.
 
-    here       directory that paths on the page are relative to
-    recipe     path of the recipe, or None
+    recipe: path of the recipe, for attribution.json; default: none
     """
 
-    models: list[TrainedModel]
-    method: Method
-    queries: str
-    limit: int
-    top: int
-    quality: Quality
-    here: Path
-    recipe: str | None
+    def __init__(
+        self,
+        run: Run | Sequence[Run],
+        *,
+        queries: str | Sequence[int],
+        limit: int,
+        method: str,
+        checkpoints: int | None,
+        dim: int | None,
+        damping: float | None,
+        top: int,
+        trust: Run | None,
+        recipe: str | None = None,
+    ):
+        for name, number in {"limit": limit, "top": top, "checkpoints": checkpoints, "dim": dim}.items():
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
+        if damping is not None and not 0 < damping < math.inf:
+            raise ValueError(f"damping must be a positive number; found {damping}.")
+        self.queries = check_queries(queries)
+        self.limit = limit
+        self.top = top
+        self.recipe = recipe
+        self.here = absolute(".")  # paths on the page are relative to it
+        self.method = method_named(method, dim=dim, damping=damping)
+        runs = [absolute(path) for path in ([run] if isinstance(run, (str, os.PathLike)) else run)]
+        if self.method.models is not None:
+            count = len(runs) * (checkpoints or 1)
+            if count > self.method.models:
+                name = "run" if len(runs) > 1 else "checkpoints"
+                raise ValueError(
+                    f"{name} must be one with method {method}; found {count}. Use method influence or trak for several."
+                )
+            checkpoints = 1
+        load_pyarrow("scores.parquet needs")
+        self.models = read_runs(runs, checkpoints)
+        self.run = self.models[-1].run  # directory of the run whose predictions are explained
+        self.seed = self.models[-1].seed  # of the run; set it before data that depend on it are drawn
+        self.warnings: list[str] = []
+        self.trust = self._read_trust(trust)
 
-    @property
-    def seed(self) -> int:
-        """Seed of the run; set it before data that depend on it are drawn."""
-        return self.models[-1].seed
-
-    @property
-    def run(self) -> Path:
-        """Directory of the run whose predictions are explained."""
-        return self.models[-1].run
+    def _read_trust(self, given: Run | None) -> Trust | None:
+        """Measured quality: lds.json in the directory `given`, or in evaluate in the run directory, if there is one."""
+        directory = self.run / "evaluate" if given is None else Path(given)
+        self.place = directory if directory.name == "lds.json" else directory / "lds.json"
+        if given is None and not self.place.is_file():
+            return None
+        try:
+            return read_trust(self.place)
+        except ValueError as why:
+            if given is not None:
+                raise ValueError(f"trust must be a directory with a measured quality: {why}") from why
+            self.warnings.append(str(why))
+            return None
 
     def results(self, model: nn.Module, loss_fn: Any, train: Any, validation: Any) -> AttributionResults:
-        with parameters_kept(model):
+        modules = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]  # the loss may hold the model
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(parameters_kept(module))
+            stack.enter_context(eval_mode(*modules))
             subject = Subject(model, loss_fn, train, validation, self.models)
             queries, outcomes = subject.queries(self.queries, self.limit)
             scores = subject.scores(self.method, queries)
@@ -290,7 +264,7 @@ class AttributionPlan:
             "checkpoints": [{"path": str(model.path), "sha256": model.checksum} for model in subject.models],
             "queries": queries,
             "training samples": len(subject.train),
-            "lds": None if self.quality.trust is None else self.quality.trust._asdict(),
+            "lds": None if self.trust is None else self.trust._asdict(),
         }
 
 
@@ -323,7 +297,6 @@ class _Page:
         losses = self._training_losses(shown)
         runs = dict.fromkeys(model.run.name for model in self.subject.models)
         models = plural(len(self.subject.models), "checkpoint")
-        quality = self.plan.quality
         return attribution_page(
             AttributionPage(
                 title=f"Attribution: {self.subject.run.name}",
@@ -336,9 +309,9 @@ class _Page:
                 train=self._previews(self.subject.train, losses),
                 queries=self._previews(self.subject.validation, self.queries[:MAX_QUERIES]),
                 settings=self._short_settings(),
-                trust=quality.trust,
-                place=shown_path(quality.place, self.plan.here),
-                warnings=[*quality.warnings, *self.subject.notes],
+                trust=self.plan.trust,
+                place=shown_path(self.plan.place, self.plan.here),
+                warnings=[*self.plan.warnings, *self.subject.notes],
             )
         )
 

@@ -141,21 +141,9 @@ class Method:
 METHODS = {
     method.name: method
     for method in (
-        Method(
-            "influence",
-            "TracIn influence",
-            _influence,
-            passes=lambda task: len(task.checkpoints) * len(task.queries),
-        ),
-        Method("trak", "TRAK", _trak, passes=lambda task: len(task.checkpoints), accepts=("dim", "damping")),
-        Method(
-            "ekfac",
-            "EK-FAC influence",
-            _ekfac,
-            passes=lambda task: 2 + len(task.queries),
-            accepts=("damping",),
-            models=1,
-        ),
+        Method("influence", "TracIn influence", _influence, lambda task: len(task.checkpoints) * len(task.queries)),
+        Method("trak", "TRAK", _trak, lambda task: len(task.checkpoints), accepts=("dim", "damping")),
+        Method("ekfac", "EK-FAC influence", _ekfac, lambda task: 2 + len(task.queries), ("damping",), models=1),
     )
 }
 

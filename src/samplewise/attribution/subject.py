@@ -5,7 +5,6 @@ Queries are samples of the validation loader. Their losses and predictions, the 
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,17 +52,24 @@ class Outcomes:
 
 
 class Subject:
-    """Model, loss and data. The parameters of the last trained model are loaded into the model.
+    """Model, loss and data. The parameters of the last trained model are loaded into model and loss.
 
     models: trained models; the last one is used for losses and predictions
     """
 
     def __init__(self, model: nn.Module, loss: Any, train: Any, validation: Any, models: Sequence[TrainedModel]):
         self.model = model
+        self.loss = loss
         self.models = list(models)
         self.notes: list[str] = []
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.loss = self._loaded_loss(loss, device)
+        if isinstance(loss, nn.Module):
+            loss.to(device)
+            saved = models[-1].state.get("loss")
+            if saved is not None:
+                loss.load_state_dict(saved)
+                self.models = self.models[-1:]
+                self.notes.append("The loss has weights of its own: only the newest checkpoint is used.")
         self.states = [each.parameters(model) for each in self.models]
         model.load_state_dict(self.states[-1])
         if validation is None:
@@ -71,11 +77,27 @@ class Subject:
                 "the queries are samples of the validation loader; found none. Pass one: a recipe returns (loader, "
                 "validation loader) from data()."
             )
-        seed = self.models[-1].seed
+        seed = models[-1].seed
         self.train = OrderedSamples(train, "training", seed, device)
         self.validation = OrderedSamples(validation, "validation", seed, device)
-        self._check_data()
-        self._note_privacy()
+        length = len(train.dataset)
+        for samples in (each.samples for each in self.models):
+            if samples not in (None, length):
+                raise CheckpointError(
+                    f"the training dataset must be the one of the run, with {plural(samples, 'sample')}; found "
+                    f"{plural(length, 'sample')}. Restore the data, or pass another run."
+                )
+        sampler = unknown_sampler(train)
+        if sampler is not None:
+            self.notes.append(
+                f"All {plural(length, 'sample')} of the dataset count as training samples: it is not known which of "
+                f"them {sampler} draws."
+            )
+        privacy = (run_settings(self.run).get("privacy") or "").replace("\n", " ")
+        if privacy:
+            self.notes.append(
+                f"Private run: {privacy}. Its guarantee does not cover the scores and samples that are written."
+            )
 
     @property
     def run(self) -> Path:
@@ -170,42 +192,6 @@ class Subject:
         """That of training batches, for which the memory of a backward pass suffices; fewer for large models."""
         parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         return min(self.train.batch_size, max(1, QUERY_NUMBERS // max(1, parameters)))
-
-    def _loaded_loss(self, loss: Any, device: torch.device) -> Any:
-        """The loss; of a module a copy on the device, with its saved weights if it has some, in evaluation mode."""
-        if not isinstance(loss, nn.Module):
-            return loss
-        loss = copy.deepcopy(loss).to(device).eval()
-        saved = self.models[-1].state.get("loss")
-        if saved is not None:
-            loss.load_state_dict(saved)
-            self.models = self.models[-1:]
-            self.notes.append("The loss has weights of its own: only the newest checkpoint is used.")
-        return loss
-
-    def _check_data(self) -> None:
-        """Raise CheckpointError if the training data has another length than that of the run."""
-        length = len(self.train.loader.dataset)
-        for trained in (each.samples for each in self.models):
-            if trained not in (None, length):
-                raise CheckpointError(
-                    f"the training dataset must be the one of the run, with {plural(trained, 'sample')}; found "
-                    f"{plural(length, 'sample')}. Restore the data, or pass another run."
-                )
-        sampler = unknown_sampler(self.train.loader)
-        if sampler is not None:
-            self.notes.append(
-                f"All {plural(length, 'sample')} of the dataset count as training samples: it is not known which of "
-                f"them {sampler} draws."
-            )
-
-    def _note_privacy(self) -> None:
-        plan = run_settings(self.run).get("privacy")
-        if plan:
-            plan = plan.replace("\n", " ")
-            self.notes.append(
-                f"Private run: {plan}. Its guarantee does not cover the scores and samples that are written."
-            )
 
 
 def _classes(outputs: Any, batch: Any) -> dict[str, Tensor] | None:

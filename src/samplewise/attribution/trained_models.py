@@ -91,38 +91,31 @@ def read_runs(runs: Sequence[Path], newest: int | None) -> list[TrainedModel]:
 
 
 def _read(run: Path, newest: int | None) -> list[TrainedModel]:
-    paths = _checkpoint_paths(run)
+    try:
+        if (run / STATE_FILE).is_file():
+            paths = [run]
+        else:
+            paths = [path for _, path in newest_first(run / FOLDER)] if (run / FOLDER).is_dir() else []
+    except OSError as why:
+        raise CheckpointError(f"a run must be an accessible directory; found {run}: {why.strerror}.") from why
     models: list[TrainedModel] = []
     for path in paths:
         if newest is not None and len(models) == newest:
             break
         try:
             state = io.read(path)
-            needed = {name: state[name] for name in NEEDED if name in state}
-            models.insert(0, TrainedModel(path, _run_of(path), needed))
         except CheckpointError as why:
             warnings.warn(f"{why} It is left out.", CheckpointWarning, stacklevel=2)
+            continue
+        needed = {name: state[name] for name in NEEDED if name in state}
+        directory = path.parent.parent if path.parent.name == FOLDER else path.parent
+        models.insert(0, TrainedModel(path, directory, needed))
     if not models:
         raise CheckpointError(
             "attribution needs a trained model: a run directory with a readable checkpoint; found none in "
             f"{run}. Train first with samplewise train RECIPE or Trainer(..., run=...), or pass another run."
         )
     return models
-
-
-def _checkpoint_paths(run: Path) -> list[Path]:
-    """Checkpoints of a run directory, newest first; or the path itself if it is a checkpoint."""
-    try:
-        if (run / STATE_FILE).is_file():
-            return [run]
-        return [path for _, path in newest_first(run / FOLDER)] if (run / FOLDER).is_dir() else []
-    except OSError as why:
-        raise CheckpointError(f"a run must be an accessible directory; found {run}: {why.strerror}.") from why
-
-
-def _run_of(checkpoint: Path) -> Path:
-    """Directory of the run that a checkpoint belongs to."""
-    return checkpoint.parent.parent if checkpoint.parent.name == FOLDER else checkpoint.parent
 
 
 def run_settings(run: Path) -> dict[str, Any]:

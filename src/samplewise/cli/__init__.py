@@ -16,5 +16,5 @@ arguments     arguments shared by several commands, and the completion of their 
 ids           ids in the batches of a recipe, for samplewise train --ledger
 recipe_source content of the user's file, the names that it defines, and the errors of recipes
 recipe        loading of the user's file; errors in it are shown with the user's lines only
-stdio         write errors on standard output and standard error
+stdio         write errors on standard output and standard error, notices of slow operations
 """

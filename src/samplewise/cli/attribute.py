@@ -91,7 +91,7 @@ def attribute(
     source = read_source(recipe)
     _check(queries, method, damping)
     here = absolute(".")  # the recipe may change the working directory
-    from samplewise.attribution.attribution_results import plan_attribution, shown_path
+    from samplewise.attribution.attribution_results import AttributionPlan, shown_path
     from samplewise.cli.recipe import Recipe
     from samplewise.core.state import seed_everything
     from samplewise.errors import CheckpointError
@@ -99,7 +99,7 @@ def attribute(
     target = device_named(device)
     with bad_parameters(options=("run", "checkpoints", "dim", "damping", "trust")):
         try:
-            plan = plan_attribution(
+            plan = AttributionPlan(
                 run or [Path("runs") / recipe.stem],
                 queries=queries,
                 limit=limit,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samplewise.cli.arguments import bad_parameters
-from samplewise.core.progress import notify_if_slow
+from samplewise.cli.stdio import slow_notice
 from samplewise.core.text import plural, render
 from samplewise.privacy import accounting
 from samplewise.privacy.accounting import Releases
@@ -97,7 +96,7 @@ def privacy(
         )
     figure = None if to is None else _new_figure(to)
     total = _number_of_updates(epochs, updates, dataset_size, batch)
-    with _slow_notice("computing"), bad_parameters():
+    with slow_notice("computing"), bad_parameters():
         if epsilon is not None:
             noise_multiplier = accounting.calibrate(epsilon, delta, batch / dataset_size, total, accountant)
         assert noise_multiplier is not None
@@ -105,9 +104,13 @@ def privacy(
         text = _text(plan)
     typer.echo(text)
     if figure is not None and to is not None:
-        with _slow_notice("drawing"):
+        with slow_notice("drawing"):
             _draw(figure, plan)
-        _save(figure, to)
+        try:
+            figure.savefig(to, dpi=130)
+        except OSError as why:
+            typer.echo(f"the curve cannot be written: {why}", err=True)
+            raise typer.Exit(1) from why
         typer.echo(f"\ncurve  {to}")
 
 
@@ -123,31 +126,13 @@ def _number_of_updates(epochs: float | None, updates: int | None, dataset_size: 
     return max(1, round(epochs * dataset_size / batch))  # as in samplewise train
 
 
-@contextmanager
-def _slow_notice(operation: str) -> Iterator[None]:
-    with notify_if_slow(lambda message: typer.echo(f"... {message}", err=True), operation):
-        yield
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
 def _text(plan: Plan) -> str:
     releases = plan.releases
-    tables = [
-        render(["setting", "value"], _settings(plan)),
-        render(["updates", "epsilon, PLD", "epsilon, RDP"], _update_rows(plan), f"At delta {plan.delta:g}"),
-        render(
-            ["delta", "epsilon, PLD", "epsilon, RDP"], _delta_rows(plan), f"After {plural(releases.updates, 'update')}"
-        ),
-    ]
-    return "\n\n".join([*tables, COVERED])
-
-
-def _settings(plan: Plan) -> list[list[str]]:
-    releases = plan.releases
     epochs = releases.updates * plan.batch / plan.dataset_size
-    return [
+    settings = [
         ["epsilon, PLD", f"{_rounded_up(plan.epsilon('pld'))} (tight)"],
         ["epsilon, RDP", f"{_rounded_up(plan.epsilon('rdp'))} (upper bound)"],
         ["delta", f"{plan.delta:g}"],
@@ -156,18 +141,19 @@ def _settings(plan: Plan) -> list[list[str]]:
         ["updates", f"{releases.updates:,} ({epochs:.3g} epochs)"],
         ["public divisor", f"{plan.batch:,} (sample rate × number of samples)"],
     ]
-
-
-def _update_rows(plan: Plan) -> list[list[str]]:
-    return [
+    over_updates = [
         [f"{updates:,}", *(_rounded_up(plan.epsilon(accountant, updates)) for accountant in accounting.ACCOUNTANTS)]
         for updates in plan.updates_at(TABLE_SHARES)
     ]
-
-
-def _delta_rows(plan: Plan) -> list[list[str]]:
-    curves = [accounting.curve(plan.releases, accountant) for accountant in accounting.ACCOUNTANTS]
-    return [[f"{delta:.0e}", *(_rounded_up(curve[delta]) for curve in curves)] for delta in curves[0]]
+    curves = [accounting.curve(releases, accountant) for accountant in accounting.ACCOUNTANTS]
+    over_delta = [[f"{delta:.0e}", *(_rounded_up(curve[delta]) for curve in curves)] for delta in curves[0]]
+    epsilons = ["epsilon, PLD", "epsilon, RDP"]
+    tables = [
+        render(["setting", "value"], settings),
+        render(["updates", *epsilons], over_updates, f"At delta {plan.delta:g}"),
+        render(["delta", *epsilons], over_delta, f"After {plural(releases.updates, 'update')}"),
+    ]
+    return "\n\n".join([*tables, COVERED])
 
 
 def _rounded_up(value: float) -> str:
@@ -227,11 +213,3 @@ def _label(axes: Axes, horizontal: str, title: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-
-
-def _save(figure: Any, to: Path) -> None:
-    try:
-        figure.savefig(to, dpi=130)
-    except OSError as why:
-        typer.echo(f"the curve cannot be written: {why}", err=True)
-        raise typer.Exit(1) from why

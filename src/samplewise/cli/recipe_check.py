@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,12 +18,12 @@ from torch import nn
 from samplewise.check import check
 from samplewise.cli.recipe import Recipe
 from samplewise.cli.recipe_source import RecipeError
+from samplewise.cli.stdio import slow_notice
 from samplewise.core.batches import cut, keep_whole, length, to_device
 from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.constants import constants_of
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
-from samplewise.core.progress import notify_if_slow
 from samplewise.core.state import random_state_restored
 from samplewise.core.text import listed, plural
 from samplewise.diagnostics import profile
@@ -90,7 +90,7 @@ def check_recipe(path: Path, source: bytes, device: torch.device) -> bool:
 
 def _prepare(recipe: Recipe) -> RecipeCheck:
     """Build the model and fetch the first batch, at most 16 samples of it."""
-    with _slow_notice("building the model and fetching a batch"):
+    with slow_notice("building the model and fetching a batch"):
         model = recipe.model()
         loader, validation = recipe.data()
         updates = _updates(recipe)
@@ -130,7 +130,7 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
     Runs on the device on which the recipe puts the model, because some accelerators have no float64.
     """
     correct = False
-    with _report_issues(recipe_check), _slow_notice("comparing the engine with one backward pass per sample"):
+    with _report_issues(recipe_check), slow_notice("comparing the engine with one backward pass per sample"):
         with slow_paths_collected():  # reported below the table of times
             result = check(recipe_check.model, recipe_check.loss, recipe_check.batch)
         typer.echo(result)
@@ -143,7 +143,7 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
 def _show_plan(recipe_check: RecipeCheck) -> None:
     """Print the plan and the times of its stages."""
     typer.echo("\nGradient plan")
-    with _report_issues(recipe_check), _slow_notice("planning"), random_state_restored():
+    with _report_issues(recipe_check), slow_notice("planning"), random_state_restored():
         model, _, loss = recipe_check.fresh_copy()
         losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
         g = gradients(losses, model)
@@ -157,7 +157,7 @@ def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
     typer.echo("\nFirst update")
     before = recipe_check.reported
     for name, transforms in recipe_check.updates.items():
-        with _report_issues(recipe_check, name), _slow_notice(f"one update, {name}"):
+        with _report_issues(recipe_check, name), slow_notice(f"one update, {name}"):
             model, optimizer, loss = recipe_check.fresh_copy()
             step = Step(model, optimizer, loss, transforms=transforms)
             step(recipe_check.batch)
@@ -170,7 +170,7 @@ def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:
     """Compute the metrics of one validation batch: an error in them would end a training after its first epoch."""
     if not recipe_check.metrics or recipe_check.validation is None:
         return
-    with _report_issues(recipe_check, "metrics"), _slow_notice("validation"):
+    with _report_issues(recipe_check, "metrics"), slow_notice("validation"):
         model, optimizer, loss = recipe_check.fresh_copy()
         step = Step(model, optimizer, loss)
         trainer = Trainer(step, metrics=recipe_check.metrics, device=device, progress=False)
@@ -181,7 +181,7 @@ def _profile(recipe_check: RecipeCheck, device: torch.device) -> list[str]:
     """Measure updates with each transform and microbatch size; returns advice."""
     typer.echo("\nTime and memory per update")
     samples = recipe_check.samples
-    with _slow_notice("measuring"), warnings.catch_warnings():
+    with slow_notice("measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # already reported
         costs = profile.update_costs(recipe_check.make_step, recipe_check.batch, samples, recipe_check.updates, device)
     typer.echo(profile.table(costs, f"{_sample_count(recipe_check)}; MB: {profile.memory_description(device)}"))
@@ -199,7 +199,7 @@ def _sample_count(recipe_check: RecipeCheck) -> str:
 def _profile_compiled(recipe_check: RecipeCheck) -> list[str]:
     """Measure updates of one sample and of the batch, eager and compiled; returns advice."""
     typer.echo("\nTime per update with compile=True")
-    with _slow_notice("compiling and measuring"), warnings.catch_warnings():
+    with slow_notice("compiling and measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason is printed below
         gains = profile.measure_compile_gain(recipe_check.make_step, recipe_check.batch, recipe_check.samples)
     for gain in gains:
@@ -254,8 +254,3 @@ def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None
             recipe_check.report_issue(f"warned{suffix}", path.warning)
     if refusal is not None:
         recipe_check.report_issue(f"refused{suffix}", str(recipe_check.recipe.explained(refusal)))
-
-
-def _slow_notice(operation: str) -> AbstractContextManager[None]:
-    """Print a notice on stderr if the block takes longer than 2 s."""
-    return notify_if_slow(lambda message: typer.echo(f"... {message}", err=True), operation)

@@ -1,4 +1,4 @@
-"""Handling of write errors on standard output and standard error: closed pipes, full disks.
+"""Standard output and standard error: closed pipes, full disks; notices of slow operations.
 
 If writing to standard output fails, the command ends: without a message if the reader has closed the pipe, as in
 `samplewise doctor ... | head`, otherwise with one line. The error is a BaseException, so that `except Exception` does
@@ -12,8 +12,12 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
+
+import typer
+
+from samplewise.core.progress import notify_if_slow
 
 CLOSED_PIPE = 141  # exit code: 128 + SIGPIPE, as shells report it
 
@@ -89,3 +93,8 @@ def guarded_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = streams
+
+
+def slow_notice(operation: str) -> AbstractContextManager[None]:
+    """Print a notice on standard error if the block takes longer than 2 s."""
+    return notify_if_slow(lambda message: typer.echo(f"... {message}", err=True), operation)

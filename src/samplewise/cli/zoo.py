@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import typer
 
+from samplewise.core.progress import with_progress
 from samplewise.core.text import render
-from samplewise.testing.case import Case
 from samplewise.testing.cases import CASES
 from samplewise.testing.runner import (
     NOT_RUN,
@@ -23,7 +22,6 @@ from samplewise.testing.runner import (
     run_case,
 )
 
-PROGRESS_INTERVAL = 10  # cases between two progress lines, without a terminal
 LEGEND = """
 refused  samples depend on each other: the engine must detect it, and be right when allowed to continue
 not run  PyTorch itself fails on the model, on this machine and in this precision
@@ -48,11 +46,8 @@ def precision_named(name: str | None, device: torch.device) -> ZooPrecision:
 def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
     """Judge every case and print the results; True if something was compared and nothing was wrong."""
     typer.echo(f"Zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
-    with _one_thread(), _progress(len(CASES)) as judged:
-        results = []
-        for case in CASES.values():
-            results.append(run_case(case, precision, device))
-            judged(case)
+    with _one_thread():
+        results = [run_case(case, precision, device) for case in with_progress(CASES.values(), "models")]
     rows = [(result.case.name, result.outcome) for result in results]
     typer.echo(render(("model", "gradients"), rows) + "\n" + LEGEND)
     for result in results:
@@ -90,29 +85,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Case], None]]:
-    """Progress on stderr: a bar in a terminal, otherwise one line every 10 cases. Yields a callback for each case."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        try:
-            from rich import progress
-            from rich.console import Console
-        except ImportError:
-            pass
-        else:
-            columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TextColumn("{task.description}")
-            with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task("", total=total)
-                yield lambda case: bar.update(task, advance=1, description=case.name)
-            return
-    done = 0
-
-    def print_progress(_: Case) -> None:
-        nonlocal done
-        done += 1
-        if done % PROGRESS_INTERVAL == 0 and done < total:
-            typer.echo(f"... {done} of {total}", err=True)
-
-    yield print_progress

@@ -167,72 +167,43 @@ def cost_advice(
 ) -> list[str]:
     """Sentences of advice. The costs were measured on `samples` of the `batch_size` samples; `free`: free bytes."""
     costs = {key: cost for key, cost in measured.items() if cost is not None}
-    return [
-        *_transforms_advice(costs),
-        *_microbatch_advice(costs),
-        *_batch_memory_advice(costs, samples, batch_size, free),
-    ]
-
-
-def _transforms_advice(costs: Costs) -> list[str]:
-    at_once = {transform: cost for (transform, size), cost in costs.items() if size is None}
-    plain = at_once.pop(PLAIN, None)
+    plain = costs.get((PLAIN, None))
     if plain is None:
         return []
-    ratios = {name: cost.milliseconds / plain.milliseconds for name, cost in at_once.items()}
     names = {CLIPPED: "that clips each sample"}
-    return [
-        f"An update {names.get(name, name)} takes {ratio:.1f} times as long as a plain one."
-        for name, ratio in ratios.items()
+    advice = [
+        f"An update {names.get(name, name)} takes {cost.milliseconds / plain.milliseconds:.1f} times as long as "
+        "a plain one."
+        for (name, size), cost in costs.items()
+        if name != PLAIN and size is None
     ]
-
-
-def _microbatch_costs(costs: Costs) -> dict[int, Cost]:
-    return {size: cost for (transform, size), cost in costs.items() if transform == PLAIN and size is not None}
-
-
-def _microbatch_advice(costs: Costs) -> list[str]:
-    whole = costs.get((PLAIN, None))
-    microbatches = _microbatch_costs(costs)
-    if whole is None or not microbatches:
-        return []
-    size = max(microbatches)
-    time = microbatches[size].milliseconds / whole.milliseconds
-    memory = _memory_ratio(microbatches[size], whole)
-    text = f"Microbatches of {size} take {time:.1f} times as long as all samples at once"
-    if memory is not None:
-        text += f" and {memory:.0%} of the memory"
-    if memory is not None and memory > 0.95:
-        return [f"{text}: do not use --microbatch."]
-    if time >= 1.05:
-        return [f"{text}: use --microbatch only if memory is short."]
-    return [f"{text}."]
-
-
-def _memory_ratio(microbatch: Cost, whole: Cost) -> float | None:
-    return None if microbatch.bytes is None or not whole.bytes else microbatch.bytes / whole.bytes
-
-
-def _batch_memory_advice(costs: Costs, samples: int | None, batch_size: int | None, free: int) -> list[str]:
-    """Memory of the whole batch, extrapolated linearly from two sizes."""
-    whole = costs.get((PLAIN, None))
-    microbatches = _microbatch_costs(costs)
-    if whole is None or not microbatches or samples is None or batch_size is None or batch_size == samples:
-        return []
-    size = max(microbatches)
-    whole_bytes = whole.bytes
-    microbatch_bytes = microbatches[size].bytes
-    if whole_bytes is None or microbatch_bytes is None:
-        return []
-    per_sample = (whole_bytes - microbatch_bytes) / (samples - size)
-    total = whole_bytes + per_sample * (batch_size - samples)
-    text = (
+    size = max((size for name, size in costs if name == PLAIN and size is not None), default=None)
+    if size is None:
+        return advice
+    advice.append(_microbatch_advice(size, costs[PLAIN, size], plain))
+    small, large = costs[PLAIN, size].bytes, plain.bytes
+    if small is None or large is None or samples is None or batch_size is None or batch_size == samples:
+        return advice
+    # Memory of the whole batch, extrapolated linearly from two sizes.
+    per_sample = (large - small) / (samples - size)
+    total = large + per_sample * (batch_size - samples)
+    end = ": more than half of the free memory. Use --microbatch auto." if total > free / 2 else "."
+    advice.append(
         f"Each sample adds about {_megabytes(per_sample)} MB, which makes {_megabytes(total)} MB for the batch of "
-        f"{batch_size}"
+        f"{batch_size}{end}"
     )
-    if total > free / 2:
-        return [f"{text}: more than half of the free memory. Use --microbatch auto."]
-    return [f"{text}."]
+    return advice
+
+
+def _microbatch_advice(size: int, microbatch: Cost, whole: Cost) -> str:
+    time = microbatch.milliseconds / whole.milliseconds
+    text = f"Microbatches of {size} take {time:.1f} times as long as all samples at once"
+    if microbatch.bytes is not None and whole.bytes:
+        memory = microbatch.bytes / whole.bytes
+        text += f" and {memory:.0%} of the memory"
+        if memory > 0.95:
+            return f"{text}: do not use --microbatch."
+    return f"{text}: use --microbatch only if memory is short." if time >= 1.05 else f"{text}."
 
 
 # --- compile=True -----------------------------------------------------------------------------------------------------
