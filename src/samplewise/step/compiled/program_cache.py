@@ -244,7 +244,10 @@ class ProgramCache:
         calls = Calls(Reachable([cached.__wrapped__ for cached in state.caches]).codes)
         try:
             with _quietly():
-                self._count_and_time(example, shape, calls)
+                dry_run = self._dry_run(example)
+                operations = count_operations(dry_run, calls)
+                if shape not in self._tried:
+                    refuse_library_bound(dry_run, operations)
         finally:
             state.restore()
         guards = Guards(self.evaluator.modules, functions, self.applier.optimizer, calls)
@@ -253,7 +256,7 @@ class ProgramCache:
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
             try:
                 with guards.unchanged():
-                    tensors, update = self._traced(cursor, size, example)
+                    tensors, update = self._trace(cursor, size, example)
             finally:
                 state.restore()
             program = Program(update, tensors, example)
@@ -270,13 +273,6 @@ class ProgramCache:
             if self.gave_up is not None:
                 raise Undecided("too many changes")
         self._values[shape] = values
-
-    def _count_and_time(self, example: Any, shape: str, calls: Calls) -> None:
-        """Compute the update before it is traced. Raises DoesNotPay if it would not be faster compiled."""
-        dry_run = self._dry_run(example)
-        operations = count_operations(dry_run, calls)
-        if shape not in self._tried:
-            refuse_library_bound(dry_run, operations)
 
     def _dry_run(self, example: Any) -> DryRun:
         return DryRun(
@@ -314,7 +310,7 @@ class ProgramCache:
             "newer torch version can compile updates in mixed precision"
         )
 
-    def _traced(self, cursor: BatchCursor, size: int, example: Any) -> tuple[Tensors, CompiledUpdate]:
+    def _trace(self, cursor: BatchCursor, size: int, example: Any) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
         optimizer = self.applier.optimizer
         tensors = Tensors.of(evaluator)
