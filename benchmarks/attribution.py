@@ -246,5 +246,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main()

@@ -182,5 +182,4 @@ def relative_difference(ours, theirs):
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main()

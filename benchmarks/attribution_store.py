@@ -67,7 +67,6 @@ def search() -> None:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     torch.set_num_threads(1)
     features()
     search()

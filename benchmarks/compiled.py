@@ -154,6 +154,5 @@ def measure(name: str, kind: str, threads: int, rounds: int) -> Facts:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     warnings.simplefilter("ignore")
     print(json.dumps(asdict(measure(*sys.argv[1:3], threads=int(sys.argv[3]), rounds=int(sys.argv[4])))))

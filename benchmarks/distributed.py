@@ -77,7 +77,6 @@ def seconds(update: Update) -> float:
 
 
 def measure(rank: int, size: int, store: str, names: list[str], rounds: int) -> None:
-    sw.keep_freed_memory()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     for name in names:

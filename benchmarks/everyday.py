@@ -229,5 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main()

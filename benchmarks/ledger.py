@@ -109,5 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main()

@@ -152,5 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main()

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import isolated
 
-import samplewise as sw
-
 CALLS = 2  # including the first call, which must fit into memory, too
 
 
@@ -66,6 +64,5 @@ def resident(field: str) -> int:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     warnings.simplefilter("ignore")
     print(json.dumps(peak_of_job(*sys.argv[1:4], threads=int(sys.argv[4]))))

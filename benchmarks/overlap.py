@@ -152,7 +152,6 @@ def report(what: str, middle: dict[str, float]) -> None:
 
 
 def measure(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
-    sw.keep_freed_memory()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     torch.manual_seed(0)

@@ -26,8 +26,6 @@ from tables import Options, Table
 from timing import Call, interleaved, seconds
 from workloads import MEDIUM_NETS, Workload
 
-import samplewise as sw
-
 Columns = dict[str, Cells]  # by workload
 Entry = tuple[type[Contender], str]  # contender and job
 OURS: list[Entry] = [(Samplewise, job) for job in ("norms", "clipped_sum", "clipped_sum_twice")]
@@ -224,6 +222,5 @@ def reasons(columns: Columns) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     warnings.simplefilter("ignore")
     print(json.dumps(time_contender(*sys.argv[1:])))

@@ -295,7 +295,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     warnings.simplefilter("ignore")
     if sys.argv[1:2] == ["--peak"]:
         print(json.dumps(peak(*sys.argv[2:4], *map(int, sys.argv[4:]))))

@@ -38,8 +38,6 @@ from small_nets import SMALL_NETS
 from tables import Options, Table, write
 from workloads import MEDIUM_NETS
 
-import samplewise as sw
-
 TABLES: dict[str, Callable[[Options], Iterator[Table]]] = {
     "small": small,
     "medium": medium,
@@ -116,5 +114,4 @@ def show(name: str, options: Options, documents: list[Path]) -> bool:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main()

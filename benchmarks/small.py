@@ -223,5 +223,4 @@ def main(row: str, rounds: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main(*sys.argv[1:])

@@ -186,5 +186,4 @@ def line(contest: Contest, name: str, ours: Loop, theirs: Loop, rounds: int, clo
 
 
 if __name__ == "__main__":
-    sw.keep_freed_memory()
     main()

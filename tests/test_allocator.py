@@ -1,4 +1,4 @@
-"""sw.keep_freed_memory: the setting of the C library's allocator, which only those calls change that say so."""
+"""The setting of the C library's allocator."""
 
 import os
 import platform
@@ -11,8 +11,8 @@ from daily import daily
 PROGRAM = """
 import resource
 import torch
-import samplewise as sw
-print(sw.keep_freed_memory())
+from samplewise.core.allocator import keep_freed_memory
+print(keep_freed_memory())
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -43,29 +43,6 @@ def test_freed_memory_is_kept():
     kept, faults = run()
     assert kept == "True"
     assert faults < 2000  # 80 MB are 20,000 pages
-
-
-CALLS = """
-import torch
-import samplewise as sw
-model = torch.nn.Linear(2, 1)
-batch = (torch.ones(4, 2), torch.zeros(4, 1))
-data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=2)
-step = sw.Step(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss(), transforms=[sw.clip(1.0)])
-sw.gradients(model(batch[0]).squeeze(1), model).norms()
-sw.backward(model(batch[0]).squeeze(1), model)
-step(batch)
-print(sw.keep_freed_memory.cache_info().misses)
-sw.Trainer(step).fit(data, epochs=1)
-print(sw.keep_freed_memory.cache_info().misses)
-"""
-
-
-def test_gradients_and_steps_leave_the_allocator_alone_and_fit_sets_it():
-    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    before, after = done.stdout.split()[0], done.stdout.split()[-1]
-    assert (before, after) == ("0", "1")
 
 
 CHOICES = [{"MALLOC_TRIM_THRESHOLD_": "100000"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}]

@@ -58,7 +58,6 @@ __all__ = [
     "group",
     "influence",
     "input_gradients",
-    "keep_freed_memory",
     "load_checkpoint",
     "loggers",
     "noise",

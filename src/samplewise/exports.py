@@ -10,7 +10,6 @@ from samplewise.attribution.trak import trak as trak
 from samplewise.backward import BackwardResult as BackwardResult
 from samplewise.backward import backward as backward
 from samplewise.check import check as check
-from samplewise.core.allocator import keep_freed_memory as keep_freed_memory
 from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
 from samplewise.core.constants import batch_constants as batch_constants
 from samplewise.core.memory import auto as auto

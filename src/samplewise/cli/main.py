@@ -29,7 +29,6 @@ from samplewise.cli.recipe_source import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.stdio import OutputError, guarded_output
 from samplewise.cli.train import train
-from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.package import installed_version
 
 
@@ -136,7 +135,6 @@ def _format_warning(
 
 def main() -> None:
     warnings.formatwarning = _format_warning
-    keep_freed_memory()
     app(prog_name="samplewise")
 
 

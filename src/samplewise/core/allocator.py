@@ -22,14 +22,8 @@ _LARGEST = 2**25  # bytes; larger tensors are returned as soon as they are freed
 
 @cache
 def keep_freed_memory() -> bool:
-    """Keep memory that is freed in this process for its next allocations, instead of returning it to the system.
-
-    Call it once, at the start of a script with a training loop of its own; `Trainer.fit` and the command line call it.
-    It changes the allocator of the C library (glibc, `mallopt`) for the whole process, until it ends. Results stay the
-    same.
-
-    Returns False if nothing was changed: without glibc, or if the allocator was set in the environment, with
-    MALLOC_... or GLIBC_TUNABLES.
+    """Keep freed memory of this process, once. False if it is left to the allocator: without glibc, or if the user has
+    set the allocator with MALLOC_... or GLIBC_TUNABLES in the environment.
     """
     chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if chosen or platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":

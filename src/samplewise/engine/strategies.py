@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseconds
 
+from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.text import plural
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.deferred_checks import is_traced
@@ -292,6 +293,7 @@ class BackwardStrategy:
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
+        keep_freed_memory()
         builder = self._pass(quantity, keep)
         if builder is None:
             self.plan = self.planner.plan_by_probe()

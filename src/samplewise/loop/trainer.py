@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.allocator import keep_freed_memory
 from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import to_device
 from samplewise.core.constants import constants_of
@@ -163,7 +162,6 @@ class Trainer(CheckedAttributes):
         one batch. It writes no files and does not resume; epochs and updates are ignored. The update is a real one: it
         changes the parameters and counts, so make a new step for the training.
         """
-        keep_freed_memory()
         with (
             _only_fit_of(self.step),
             self._session(fast_dev_run),
