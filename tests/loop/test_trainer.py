@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
+from samplewise.core import progress
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.checkpoint.io import read
 from samplewise.loop.metrics import accuracy
@@ -376,8 +377,8 @@ def test_lines_where_there_is_no_terminal(capsys):
     assert "epoch 1  train_loss" in said
 
 
-@pytest.mark.parametrize("progress", [True, False])
-def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_takes_long_is_told_among_the_lines(shown, capsys, monkeypatch):
     """As compiling does; here it fails after a while. By a trainer that is silent, it is not told."""
 
     def slowly(*_):
@@ -388,12 +389,12 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
     monkeypatch.setattr(program_cache, "trace_backward", slowly)
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)
-    trainer = sw.Trainer(step, progress=progress, device="cpu", log_every="1up")
+    trainer = sw.Trainer(step, progress=shown, device="cpu", log_every="1up")
     printed = step._runner.cache.notify
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: it was too slow"):
         trainer.fit(loader(10), epochs=1)
     said = capsys.readouterr().err
-    assert [line.partition("  loss")[0] for line in said.splitlines()[:-1]] == progress * [
+    assert [line.partition("  loss")[0] for line in said.splitlines()[:-1]] == shown * [
         "epoch 1  update 1",
         "compiling an update of 10 samples ...",
         "epoch 1  update 2",
