@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
@@ -120,7 +121,8 @@ class ConvolutionGrad(PerSampleGrad):
     def parts(self, start: int, stop: int) -> list[Tensor]:
         """Rows in several tensors, so that the temporaries of each stay below CHUNK elements."""
         channels = self.shape[1]
-        suits_patches = channels < CHANNEL_BLOCK or self.patch == channels
+        # In compiled code the patches are part of a product, and need no memory.
+        suits_patches = channels < CHANNEL_BLOCK or self.patch == channels or is_traced(self.g)
         if self._suits_strips:
             make = self._rows_by_strips
             one = self.shape[2] * self.x[0].numel() // self.settings.stride[0] + self.g[0].numel()
