@@ -78,7 +78,9 @@ def compare(model, loss_fn, inputs, clip):
 
     asleep = ["modules are in eval mode while training"] * any(not m.training for m in model.modules())
     unreached = ["the optimizer has parameters that the loss does not reach"] * bool(missed)
-    assert [str(warning.message).split(":")[0] for warning in caught] == asleep + unreached
+    slow = "per-sample gradients of this model are computed in a slow way in each step"  # of some cases
+    messages = [str(warning.message).split(":")[0] for warning in caught]
+    assert [message for message in messages if message != slow] == asleep + unreached
 
 
 clips = pytest.mark.parametrize("clip", [False, True], ids=["plain", "clip"])
