@@ -32,7 +32,7 @@ PRIVATE_UPDATES = 12
 
 # Bytes for which automatic microbatches have less than 9 samples, but more than 1.
 BUDGETS = {"mlp": [1000], "norms": [1000], "convolution": [2000], "attention": [20_000], "routed": [500]}
-PLANS = [{}, {"adaptive": 0.5}, {"by": "parameter"}, {"mode": "automatic"}]
+PLANS = [{}, {"adaptive": 0.5}, {"clip": {"by": "parameter"}}, {"clip": {"mode": "automatic"}}]
 
 
 def settings(seed):
@@ -185,8 +185,9 @@ def make_step(chosen, dtype):
     }
     data = Augmented(dtype)
     if chosen["private"]:
-        plan = {"noise_multiplier": 1.0, "delta": 1e-3, "updates": PRIVATE_UPDATES, "sample_rate": 0.25, "clip": 0.5}
-        privacy = sw.Privacy(**plan, **chosen["plan"], accountant="rdp", seed=3)
+        plan = {"noise_multiplier": 1.0, "delta": 1e-3, "updates": PRIVATE_UPDATES, "sample_rate": 0.25, "seed": 3}
+        clip = sw.clip(0.5, **chosen["plan"].get("clip", {}))
+        privacy = sw.Privacy(**plan, clip=clip, adaptive=chosen["plan"].get("adaptive"), accountant="rdp")
         loader = privacy.loader(data, num_workers=chosen["workers"])
         return model, loader, sw.Step(model, optimizer, nn.CrossEntropyLoss(), privacy=privacy, **options)
     for name in ("samples", "tail", "precision", "record"):
