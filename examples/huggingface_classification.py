@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: find wrong labels with the ledger of a training, and clip the gradient of each sample.
+"""Hugging Face Trainer: find wrong labels with the ledger of a training run, and clip the gradient of each sample.
 
     python examples/huggingface_classification.py
 

@@ -12,7 +12,7 @@ from samplewise.core.batches import check_loader, copied, cut, keep_whole, lengt
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.constants import constants_of, difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
-from samplewise.core.memory import Auto, Microbatch, auto, bounded
+from samplewise.core.memory import Microbatch, as_microbatch, bounded
 from samplewise.core.microbatch import Halving, MicrobatchSize, memory_budget
 from samplewise.core.state import eval_mode
 from samplewise.engine.arguments import check_attached, check_model
@@ -52,11 +52,7 @@ class Scanner:
         strategy: Literal["fused", "twice", "full", "reference"] | None = None,
     ):
         check_model(model, "sw.scan(model, loss_fn, loader)")
-        size = auto() if microbatch == "auto" else microbatch
-        if not (size is None or isinstance(size, Auto) or (type(size) is int and size > 0)):
-            raise ValueError(
-                f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {microbatch!r}."
-            )
+        size = as_microbatch(microbatch)
         self._model = model
         self._loss_fn = as_loss_fn(loss_fn)
         self._size = MicrobatchSize(size, memory_budget(size, model, share=4))

@@ -134,7 +134,7 @@ def test_functions_that_only_training_needs(recipe, name):
 
 
 def test_metrics_are_computed(recipe):
-    """A metric that compares with the batch instead of the target would end a training after its first epoch."""
+    """A metric that compares with the batch instead of the target would end a training run after its first epoch."""
     text = HEALTHY + "\n\ndef metrics():\n    return {'right': lambda outputs, batch: outputs.argmax(1) == batch}\n"
     result = command("doctor", recipe(text))
     assert "TypeError: metric 'right' must return one number per sample in a tensor, or one number" in result.stderr

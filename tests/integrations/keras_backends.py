@@ -56,7 +56,7 @@ def check_refusals(model, x, y, loss):
     assert "must have the variable's shape" in refused(sw.ParameterError, lambda: g.dot(wrong))
     assert "one number per sample, (6,); found shape (5,)" in refused(sw.ParameterError, lambda: g.sum(np.ones(5)))
     assert "found int" in refused(sw.ParameterError, lambda: g.gram(3))
-    assert "positive number of bytes" in refused(ValueError, lambda: gradients(model, x, y, loss, memory=0))
+    assert "microbatch must be a positive" in refused(ValueError, lambda: gradients(model, x, y, loss, microbatch=0))
     small = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     labels = np.array([0, 1, 0, 1])
     mixed = gradients(small, np.eye(4, 3), labels, keras.losses.Circle())
@@ -75,15 +75,15 @@ def main(path):
         rng = np.random.default_rng(1)
         for v in model.trainable_variables:
             v.assign(0.3 * rng.normal(size=v.shape))
-        for memory in (2**30, 4500):  # in one chunk, and in chunks of a few samples
-            g = gradients(model, x, y, loss, memory=memory)
+        for chunk, microbatch in {"all": "auto", "some": sw.auto(4500), "two": 2}.items():
+            g = gradients(model, x, y, loss, microbatch=microbatch)
             weights = keras.ops.linspace(0.0, 1.0, len(g))
             kept = {"losses": g.losses, "norms": g.norms(), "gram": g.gram(), "dot": g.dot(g.mean())}
             for what, rows in (("full", g.full()), ("sum", g.sum(weights)), ("number", g.sum(2.0))):
                 kept |= {f"{what}{k}": v for k, v in enumerate(rows.values())}
-            results |= {f"{name}/{memory}/{what}": numbers(v) for what, v in kept.items()}
+            results |= {f"{name}/{chunk}/{what}": numbers(v) for what, v in kept.items()}
         if name != "lstm":
-            found = keras.tree.flatten(input_gradients(model, x, y, loss, memory=600))
+            found = keras.tree.flatten(input_gradients(model, x, y, loss, microbatch=sw.auto(600)))
             results |= {f"{name}/x{k}": numbers(v) for k, v in enumerate(found)}
         if name == "cnn" and BACKEND != "torch":
             check_refusals(model, x, y, loss)

@@ -421,7 +421,7 @@ def test_compiled_modules_are_refused():
 
 @pytest.mark.parametrize("strategy", [DeepSpeedStrategy, FSDPStrategy])
 def test_strategies_that_are_refused(strategy):
-    """They need GPUs or another package to start, so the check is called without a training."""
+    """They need GPUs or another package to start, so the check is called without a training run."""
     fake = SimpleNamespace(strategy=strategy.__new__(strategy), optimizers=[])
     with pytest.raises(DistributedError, match=f"leaves the parameters whole.*; found {strategy.__name__}"):
         PerSample().on_fit_start(fake, Module())

@@ -83,3 +83,22 @@ def test_a_duration_is_written_as_it_is_read(text, number, unit):
 
 def test_a_number_counts_updates():
     assert interval("every", 50) == Duration(50, "up")
+
+
+@pytest.mark.parametrize("stop", [None, 3, 5])
+def test_learning_rates_at_the_end_of_epochs(tmp_path, stop):
+    """Epochs have three updates; the rate falls with each. A run that is stopped and resumed writes the same lines."""
+
+    def run(resume, **until):
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        step = sw.Step(model, optimizer, loss_fn, samples=10, scheduler=scheduler)
+        trainer = sw.Trainer(step, tmp_path, [LRMonitor("2ep")], progress=False, device="cpu")
+        trainer.fit(loader(), resume=resume, **until)
+
+    if stop is not None:
+        run(resume=False, updates=stop)
+    run(resume=stop is not None, epochs=4)
+    lines = [(line["update"], line["rates"]) for line in log(tmp_path) if line["kind"] == "lr"]
+    assert lines == [(6, [0.5**5]), (12, [0.5**11])]

@@ -202,7 +202,7 @@ def test_a_metric_that_is_not_there():
         (lambda: ModelCheckpoint(best=-1), "best must be the number of models to keep, an int of 0 or more; found -1"),
         (
             lambda: LRMonitor(every="0up"),
-            r"every must be a duration such as '50up' \(updates\) or '1000samples'; found",
+            r"every must be a duration such as '50up' \(updates\) or '1ep' \(epochs\) or '1000samples'; found",
         ),
         (lambda: make(log_every=0), r"log_every must be a duration .*; found 0\.$"),
         (lambda: make(log_every="1ep"), r"log_every must be a duration .*; found '1ep'\.$"),

@@ -53,16 +53,23 @@ def test_leaving_out_a_canceling_sample(name, attack, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{"by": "parameter"}, {"mode": "automatic"}, {"microbatch": 7}, {"augmented": True}]
+    "options",
+    [{"by": "parameter"}, {"mode": "automatic"}, {"microbatch": 7}, {"weight": torch.tanh}, {"weight": torch.sin}],
 )
 @pytest.mark.parametrize("name", daily(MODELS, ["embedding"]))
 def test_options(name, options):
     options = dict(options)
-    if options.pop("augmented", False):
-        options["transforms"] = [sw.weight(lambda losses: 2 + torch.tanh(losses))]
+    function = options.pop("weight", None)
+    if function is not None:
+        options["transforms"] = [sw.weight(lambda losses: 2 + function(losses))]
     columns = attacked("canceling", torch.float32)
-    ratio, _ = moved(model_of(name, torch.float32), linear_loss(name), columns, {SAMPLES // 2}, clip=0.5, **options)
-    assert ratio <= tolerance(torch.float32, SAMPLES)
+    try:
+        ratio, _ = moved(model_of(name, torch.float32), linear_loss(name), columns, {SAMPLES // 2}, clip=0.5, **options)
+    except sw.PrivacyError as refusal:  # the sine of a loss that is rounding
+        if function is not torch.sin or "if the last digits of its loss or norm change" not in str(refusal):
+            raise
+    else:
+        assert ratio <= tolerance(torch.float32, SAMPLES)
 
 
 @pytest.mark.parametrize("microbatch", [None, 7])

@@ -326,7 +326,7 @@ def in_a_fork(function):
 
 
 def trained(privacy, loader=None, updates=2):
-    """Key and first noisy sum of a training."""
+    """Key and first noisy sum of a training run."""
     model = net()
     loader = privacy.loader(TensorDataset(*data())) if loader is None else loader
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, privacy=privacy)

@@ -19,16 +19,18 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from samplewise.attribution.methods import Scores, method_named
 from samplewise.attribution.ordered_samples import OrderedSamples
 from samplewise.attribution.subject import Outcomes, Subject, check_queries
 from samplewise.attribution.trained_models import read_runs
 from samplewise.core.files import absolute, sha256, write_bytes, write_json
+from samplewise.core.losses import LossFn
 from samplewise.core.state import eval_mode
 from samplewise.core.text import plural
 from samplewise.dataset_pass import parameters_kept
@@ -56,14 +58,14 @@ Run = str | os.PathLike[str]
 
 def attribute(
     model: nn.Module,
-    loss_fn: Any,
-    train: Any,
-    validation: Any,
+    loss_fn: LossFn,
+    train: DataLoader[Any],
+    validation: DataLoader[Any],
     run: Run | Sequence[Run],
     *,
     queries: str | Sequence[int] = "worst",
     limit: int = 10,
-    method: str = "influence",
+    method: Literal["influence", "trak", "ekfac"] = "influence",
     checkpoints: int | None = None,
     dim: int | None = None,
     damping: float | None = None,

@@ -167,7 +167,7 @@ def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
 
 
 def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:
-    """Compute the metrics of one validation batch: an error in them would end a training after its first epoch."""
+    """Compute the metrics of one validation batch: an error in them would end a training run after its first epoch."""
     if not recipe_check.metrics or recipe_check.validation is None:
         return
     with _report_issues(recipe_check, "metrics"), slow_notice("validation"):

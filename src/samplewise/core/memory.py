@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,14 @@ def auto(memory: int | None = None) -> Auto:
     if memory is not None and not memory > 0:
         raise ValueError(f"memory must be a positive number of bytes; found {memory!r}.")
     return Auto(memory)
+
+
+def as_microbatch(microbatch: Any) -> int | Auto | None:
+    """The argument `microbatch`, checked; "auto" becomes auto()."""
+    size = auto() if isinstance(microbatch, str) and microbatch == "auto" else microbatch
+    if size is None or isinstance(size, Auto) or (type(size) is int and size > 0):
+        return size
+    raise ValueError(f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {microbatch!r}.")
 
 
 class OverBudget(Exception):

@@ -121,7 +121,7 @@ def suspects(
     checkpoints: Sequence[Checkpoint] | None = None,
     microbatch: Microbatch = "auto",
 ) -> Suspects:
-    """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training.
+    """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training run.
 
     A ledger is a run directory or a table of visits: the result of `sw.read_ledger(run)`, a data frame, or a mapping of
     columns. A table has one row per visit, the column id and some of loss, norm, margin (the label's logit minus the

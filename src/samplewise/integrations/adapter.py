@@ -59,7 +59,7 @@ class BatchPass(NamedTuple):
 
 
 class Adapter:
-    """Transforms and ledger of a training in the loop of another framework.
+    """Transforms and ledger of a training run in the loop of another framework.
 
     ledger: None records nothing
     """
@@ -149,7 +149,7 @@ class Adapter:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Context manager around a training: write the rows at its end, also after an error."""
+        """Context manager around a training run: write the rows at its end, also after an error."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""Per-sample log of a training on disk: one row per sample and visit.
+"""Per-sample log of a training run on disk: one row per sample and visit.
 
 indexed    dataset wrapper that adds the index of each sample
 rows       conversion of updates to table columns

@@ -179,16 +179,33 @@ class ModelCheckpoint:
 class LRMonitor:
     """Write the learning rates of all parameter groups to the log at an interval, in lines of kind "lr".
 
-    every: interval in updates ("50up", the default) or samples ("1000samples")
+    every: interval in updates ("50up", the default), samples ("1000samples") or epochs ("1ep")
     """
 
     def __init__(self, every: str | int = "50up"):
-        self.every = interval("every", every, ("up", "samples"))
+        self.every = interval("every", every)
+        self._rates: list[float] = []  # of the last update
 
     def on_update(self, trainer: Trainer, update: Update) -> None:
-        if self.every.ends_with(update, trainer.step):
-            rates = update.lr if isinstance(update.lr, tuple) else (update.lr,)
-            trainer.write("lr", update=trainer.step.counters.updates, rates=list(rates))
+        ends = self.every.ends_with(update, trainer.step)
+        if ends or self.every.unit == "ep":  # any update may be the last of its epoch; reading may wait for the device
+            self._rates = list(update.lr) if isinstance(update.lr, tuple) else [update.lr]
+        if ends:
+            self._write(trainer)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        if self.every.ends_with_epoch(epoch):
+            self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        trainer.write("lr", update=trainer.step.counters.updates, rates=self._rates)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self._rates}  # needed by a run that is resumed between the last update and the end of an epoch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check(state, {"rates": [NUMBER]})
+        self._rates = state["rates"]
 
 
 class MaxTime:

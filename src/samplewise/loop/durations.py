@@ -31,7 +31,7 @@ class Duration:
         return f"{self.number}{self.unit}"
 
     def done(self) -> str:
-        """Reason for the end of a training that has reached the duration: "3 epochs are done"."""
+        """Reason for the end of a training run that has reached the duration: "3 epochs are done"."""
         return f"{plural(self.number, NAMES[self.unit])} {'is' if self.number == 1 else 'are'} done"
 
     def ends_with(self, update: Update, step: Step) -> bool:
@@ -63,7 +63,7 @@ def interval(name: str, every: Any, units: Sequence[Unit] = ("up", "ep", "sample
 
 
 def end_of_training(epochs: Any = None, updates: Any = None) -> Duration:
-    """Duration of a training. Exactly one of `epochs` and `updates` is given, a positive int."""
+    """Duration of a training run. Exactly one of `epochs` and `updates` is given, a positive int."""
     if (epochs is None) == (updates is None):
         found = "both" if epochs is not None else "neither"
         raise ValueError(f"exactly one of epochs= and updates= must be given; found {found}. Pass epochs=10.")

@@ -1,4 +1,4 @@
-"""Events of a training and dispatch to callbacks. A callback is any object with methods named after events.
+"""Events of a training run and dispatch to callbacks. A callback is any object with methods named after events.
 
     on_fit_start
     for epoch in ...:

@@ -1,4 +1,4 @@
-"""Meters of a training: loss, speed, learning rate, time per phase and peak memory. Host sync happens only on read."""
+"""Meters of a training run: loss, speed, learning rate, time per phase, peak memory. Only reads wait for the device."""
 
 from __future__ import annotations
 

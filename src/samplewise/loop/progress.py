@@ -1,4 +1,4 @@
-"""Progress display of a training on stderr: a bar in a terminal, plain lines elsewhere, or nothing."""
+"""Progress display of a training run on stderr: a bar in a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """Display of the progress of a training."""
+    """Display of the progress of a training run."""
 
     def update(self, epoch: int, done: int, values: str) -> None:
         """Show that `done` updates have been made, with a text of current values."""
@@ -116,7 +116,7 @@ def make_display(total: int | None, done: int) -> Display:
 
 
 class Progress:
-    """Callback that shows the progress of a training on stderr, on rank 0. `Trainer(progress=True)` adds it."""
+    """Callback that shows the progress of a training run on stderr, on rank 0. `Trainer(progress=True)` adds it."""
 
     def __init__(self) -> None:
         self._display: Display = NoDisplay()

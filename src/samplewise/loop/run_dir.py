@@ -253,7 +253,7 @@ def _as_json(value: Any) -> Any:
 
 # --- run.json --------------------------------------------------------------------------------------------------------
 
-# Packages that can change the results of a training. Those that are imported are listed with their versions.
+# Packages that can change the results of a training run. Those that are imported are listed with their versions.
 PACKAGES = ("samplewise", "torch", "numpy", "torchvision", "torchdata", "transformers", "datasets", "torchmetrics")
 
 

@@ -1,4 +1,4 @@
-"""End of a training: stop requests and signals.
+"""End of a training run: stop requests and signals.
 
 One process stops between two batches and keeps its open window. Several ranks stop after the same update, because a
 part of a window cannot be used. A signal to the whole process group also kills the workers of a loader: a rank whose
@@ -28,7 +28,7 @@ from samplewise.step.step import Step
 
 
 class StopRequest(NamedTuple):
-    """Request to end a training. `signal`: name of the signal that is its cause."""
+    """Request to end a training run. `signal`: name of the signal that is its cause."""
 
     reason: str
     signal: str | None = None

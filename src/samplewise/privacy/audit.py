@@ -6,7 +6,7 @@ Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run", 2023,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -40,7 +40,12 @@ class PrivacyAudit:
         )
 
 
-def privacy_audit(inside: Any, outside: Any, delta: float, confidence: float = 0.95) -> PrivacyAudit:
+def privacy_audit(
+    inside: Sequence[float] | torch.Tensor,
+    outside: Sequence[float] | torch.Tensor,
+    delta: float,
+    confidence: float = 0.95,
+) -> PrivacyAudit:
     """Lower bound on the epsilon of a training run, from scores of canaries.
 
     Canaries are samples of which each one is put into the training set with probability 1/2, by a coin of its own. All
@@ -50,7 +55,7 @@ def privacy_audit(inside: Any, outside: Any, delta: float, confidence: float = 0
     on which canaries are inside; the allowed error, 1 - confidence, is divided among them.
 
     The bound is loose: expect a third or a quarter of the true epsilon, and less with few canaries. It finds a training
-    that is not private at all, but it does not find, for example, noise that is too small by a factor of 2.
+    run that is not private at all, but it does not find, for example, noise that is too small by a factor of 2.
 
     inside: scores of the canaries in the training set, one-dimensional; higher means more likely a member. If there
         are more of them than the coins explain, their share replaces the probability 1/2
@@ -151,7 +156,7 @@ def _binomial_tail() -> Tail:
 
 @dataclass(frozen=True)
 class _Test:
-    """Test of the hypothesis that a training is (epsilon, delta)-differentially private.
+    """Test of the hypothesis that a training run is (epsilon, delta)-differentially private.
 
     share: probability of a canary to be inside
     """

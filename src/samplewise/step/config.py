@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from samplewise.core.memory import Auto, auto
+from samplewise.core.memory import Auto, as_microbatch
 from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.strategy import Parallel
 from samplewise.step.amp import AUTOCAST_DTYPES, Precision
@@ -66,9 +66,7 @@ class StepConfig:
                 f"recheck must be None or False with interacting='allow'; found {self.recheck!r}. A recheck compares a "
                 "sample in its batch with the same sample alone, which differ if samples interact."
             )
-        size = self.microbatch
-        if not (size is None or isinstance(size, Auto) or (type(size) is int and size > 0)):
-            raise ValueError(f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {size!r}.")
+        as_microbatch(self.microbatch)
         if self.precision is not None and self.precision not in AUTOCAST_DTYPES:
             names = ", ".join(map(repr, AUTOCAST_DTYPES))
             raise ValueError(f"precision must be one of None, {names}; found {self.precision!r}.")
@@ -106,11 +104,6 @@ class StepConfig:
             "interacting": self.interacting,
             **self.policy.settings(),
         }
-
-
-def as_microbatch(microbatch: Any) -> Any:
-    """The `microbatch` argument; "auto" becomes auto()."""
-    return auto() if isinstance(microbatch, str) and microbatch == "auto" else microbatch
 
 
 def as_record(names: Any) -> frozenset[str]:

@@ -16,7 +16,7 @@ from samplewise.core.batches import check_loader, keep_whole
 from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
-from samplewise.core.memory import Auto
+from samplewise.core.memory import Auto, as_microbatch
 from samplewise.core.microbatch import memory_budget
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.state import Buffers
@@ -35,7 +35,6 @@ from samplewise.step.compiled.runner import CompiledRunner
 from samplewise.step.config import (
     StepConfig,
     Tail,
-    as_microbatch,
     as_record,
     check_order,
     check_scheduler,

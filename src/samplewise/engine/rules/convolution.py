@@ -121,7 +121,7 @@ class ConvolutionGrad(PerSampleGrad):
     def parts(self, start: int, stop: int) -> list[Tensor]:
         """Rows in several tensors, so that the temporaries of each stay below CHUNK elements."""
         channels = self.shape[1]
-        # In compiled code the patches are part of a product, and need no memory.
+        # Inductor fuses the copy of the patches with the operations before it, and calls a library for convolutions.
         suits_patches = channels < CHANNEL_BLOCK or self.patch == channels or is_traced(self.g)
         if self._suits_strips:
             make = self._rows_by_strips

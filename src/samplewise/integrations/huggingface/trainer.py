@@ -22,6 +22,7 @@ from samplewise.integrations.huggingface.recording import LedgerCallback, Traine
 from samplewise.integrations.transformers_losses import KnownLosses, known_losses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import Columns, IdCollator, Indexed, split_entries
+from samplewise.privacy.privacy import Privacy
 from samplewise.transforms.chain import Transforms
 
 if TYPE_CHECKING:
@@ -68,7 +69,12 @@ class PerSample(Base):
         check_comes_first(cls, PerSample, Trainer)
 
     def __init__(
-        self, *args: Any, transforms: Transforms = (), ledger: Ledger | None = None, privacy: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        transforms: Transforms = (),
+        ledger: Ledger | None = None,
+        privacy: Privacy | None = None,
+        **kwargs: Any,
     ):
         refuse_privacy(privacy, "the Hugging Face Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):

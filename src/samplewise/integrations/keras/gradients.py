@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from samplewise.core.memory import Microbatch, as_microbatch
 from samplewise.core.text import listed
 from samplewise.engine.gradients import Gradients
 from samplewise.engine.gradients import gradients as torch_gradients
@@ -15,10 +16,8 @@ from samplewise.errors import BatchError, ParameterError
 from samplewise.integrations.keras.row_gradients import RowGradients, SampleRows
 from samplewise.integrations.keras.sample_losses import sample_losses
 
-MEMORY = 2**30
 
-
-def gradients(model: Any, x: Any, y: Any, loss: Any, *, memory: int = MEMORY) -> Gradients | RowGradients:
+def gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microbatch = "auto") -> Gradients | RowGradients:
     """Per-sample gradients of a Keras model's loss with respect to its trainable variables, named by their paths.
 
     With the torch backend, an `sw.Gradients`. With the TensorFlow and JAX backends, a `RowGradients` with the methods
@@ -31,17 +30,18 @@ def gradients(model: Any, x: Any, y: Any, loss: Any, *, memory: int = MEMORY) ->
     x, y: arrays or tensors with one row per sample; x may be a list or dict of them
     loss: a Keras loss (object, class, name or function) of a single output. The loss of a sample is the value for a
         batch of it alone: a mean over further dimensions, or their sum with reduction="sum"
-    memory: bytes of rows that are computed at a time, TensorFlow and JAX only; default 1 GiB
+    microbatch: number of samples whose rows are computed at a time, TensorFlow and JAX only. "auto" (default): as many
+        as have rows of 1 GiB; `sw.auto(memory)`: of `memory` bytes; None: all
     """
     x, y = _tensors(x, y)
     if keras.backend.backend() == "torch":
         losses = sample_losses(loss, y, model(x, training=False))
         return torch_gradients(losses, {name: v.value for name, v in named_variables(model).items()})
-    rows = SampleRows(model, x, y, loss, inputs=False, memory=_checked_memory(memory))
+    rows = SampleRows(model, x, y, loss, inputs=False, microbatch=as_microbatch(microbatch))
     return RowGradients(list(named_variables(model)), rows)
 
 
-def input_gradients(model: Any, x: Any, y: Any, loss: Any, *, memory: int = MEMORY) -> Any:
+def input_gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microbatch = "auto") -> Any:
     """Gradient of each sample's loss with respect to its own input, d loss_i / d x_i, in the structure of x.
 
     Arguments as in `gradients`; x must be floating-point. Results are tensors of the backend.
@@ -57,7 +57,7 @@ def input_gradients(model: Any, x: Any, y: Any, loss: Any, *, memory: int = MEMO
         x = tree.map_structure(lambda v: v.detach().requires_grad_(), x)
         losses = sample_losses(loss, y, model(x, training=False))
         return tree.map_structure(lambda v: torch_input_gradients(losses, v), x)
-    rows = SampleRows(model, x, y, loss, inputs=True, memory=_checked_memory(memory))
+    rows = SampleRows(model, x, y, loss, inputs=True, microbatch=as_microbatch(microbatch))
     chunks = [found for _, found in rows.chunks()]
     return tree.pack_sequence_as(x, [ops.concatenate(parts) for parts in zip(*chunks, strict=True)])
 
@@ -92,9 +92,3 @@ def _tensor(values: Any) -> Any:
     tensor = ops.convert_to_tensor(values)
     is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype))
     return ops.cast(tensor, keras.config.floatx()) if is_float else tensor
-
-
-def _checked_memory(memory: int) -> int:
-    if type(memory) is not int or memory < 1:
-        raise ValueError(f"memory must be a positive number of bytes; found {memory!r}.")
-    return memory

@@ -11,18 +11,21 @@ import keras
 import torch
 from keras import ops, tree
 
+from samplewise.core.memory import Auto
 from samplewise.engine.deferred_checks import finite_losses
 from samplewise.errors import ParameterError, SamplesInteractError
 from samplewise.integrations.keras.sample_losses import sample_losses
+
+MEMORY = 2**30  # bytes of rows that are computed at a time
 
 Rows = list[Any]  # one tensor (n, *shape) for each variable
 RowsFunction = Callable[[Any, Any], tuple[Any, Rows]]
 
 
 class SampleRows:
-    """Rows of all samples of a batch in chunks of at most `memory` bytes. A single chunk is computed once and kept."""
+    """Rows of all samples of a batch, `microbatch` samples at a time. A single chunk is computed once and kept."""
 
-    def __init__(self, model: Any, x: Any, y: Any, loss: Any, inputs: bool, memory: int):
+    def __init__(self, model: Any, x: Any, y: Any, loss: Any, inputs: bool, microbatch: int | Auto | None):
         self._x = x
         self._y = y
         self._rows: RowsFunction = rows_function(model, loss, inputs)
@@ -31,7 +34,10 @@ class SampleRows:
         self.samples = int(self.losses.shape[0])
         wanted = tree.flatten(x) if inputs else model.trainable_variables
         self.shapes = [tuple(v.shape)[1:] if inputs else tuple(v.shape) for v in wanted]
-        self._chunk = max(1, memory // max(1, sum(map(_bytes, wanted)) // (self.samples if inputs else 1)))
+        if isinstance(microbatch, Auto):
+            row = sum(map(_bytes, wanted)) // (self.samples if inputs else 1)
+            microbatch = max(1, (microbatch.memory or MEMORY) // max(1, row))
+        self._chunk = microbatch or self.samples
         self._precision = keras.dtype_policies.get(model.dtype_policy).compute_dtype
         self._kept: Rows | None = None
 

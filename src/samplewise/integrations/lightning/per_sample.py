@@ -23,6 +23,7 @@ from samplewise.integrations.lightning.module import (
 from samplewise.integrations.lightning.step_output import check_arguments, for_trainer, parse
 from samplewise.ledger.ledger import Ledger
 from samplewise.parallel.group import current_group
+from samplewise.privacy.privacy import Privacy
 from samplewise.transforms.chain import Transforms, as_chain
 
 
@@ -64,7 +65,7 @@ class PerSample(Callback):
         ledger: Ledger | None = None,
         *,
         exact_accumulation: bool = False,
-        privacy: Any = None,
+        privacy: Privacy | None = None,
     ):
         refuse_privacy(privacy, "the Lightning Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):
