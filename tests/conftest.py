@@ -1,7 +1,12 @@
 """Settings of all tests: one thread per worker, a fixed seed, no network, one compilation per graph."""
 
+import hashlib
+import math
 import multiprocessing
 import os
+import subprocess
+from collections import defaultdict
+from pathlib import Path
 
 # Two workers with two threads each would fight over two cores. Set before torch is imported;
 # the subprocesses that run the examples inherit it.
@@ -14,6 +19,8 @@ import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
+
+import samplewise
 
 # Ranks, and from Python 3.14 on workers of a DataLoader, are forks of a server process, which imports these once.
 SERVER_IMPORTS = ["torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "torchdata.stateful_dataloader"]
@@ -106,7 +113,37 @@ def pytest_xdist_make_scheduler(config, log):
     return ByGroup(config, log)
 
 
+# ---------------------------------------------------------------------------------------------------- shares of sweeps
+
+
+def _tree():
+    """Name of the committed files: it changes with every change, and is the same in a squashed or rebased commit."""
+    command = ["git", "rev-parse", "HEAD^{tree}"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # an sdist
+        return samplewise.__version__
+
+
+def _mark_sweeps(items):
+    """Mark as slow all but a share of the cases of each test with the marker `sweep(share)`.
+
+    A hash of the case and of the committed files chooses, so that the next commit runs others, and at least one runs.
+    """
+    sweeps, tree = defaultdict(list), _tree()
+    for item in items:
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    for cases in sweeps.values():
+        (share,) = cases[0].get_closest_marker("sweep").args
+        cases.sort(key=lambda case: hashlib.sha256((case.nodeid + tree).encode()).digest())
+        for case in cases[math.ceil(share * len(cases)) :]:
+            case.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items):
+    _mark_sweeps(items)
     items.sort(key=lambda item: _group(item.nodeid) not in GROUPS.values())
 
 

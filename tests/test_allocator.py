@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from daily import daily
 
 PROGRAM = """
 import resource
@@ -48,7 +47,8 @@ def test_freed_memory_is_kept():
 CHOICES = [{"MALLOC_TRIM_THRESHOLD_": "100000"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}]
 
 
-@pytest.mark.parametrize("setting", daily(CHOICES, CHOICES[:1]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("setting", CHOICES)
 def test_a_choice_of_the_user_is_left_alone(setting):
     kept, _ = run(**setting)
     assert kept == "False"

@@ -13,7 +13,6 @@ from pathlib import Path
 import forks
 import pytest
 import torch
-from daily import daily
 
 import samplewise
 import samplewise.errors
@@ -25,6 +24,7 @@ MIGRATION = sorted((ROOT / "docs" / "migration").glob("*.md"))  # benchmarks/mig
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FRAMEWORKS = re.compile(r"^(?:from|import) (?:accelerate|keras|lightning|transformers|trl)\b", re.MULTILINE)
 # tests/integrations runs the others.
+LONG_EXAMPLES = ("diagonal_fisher.py", "find_wrong_labels.py")
 PLAIN_EXAMPLES = [path for path in EXAMPLES if not FRAMEWORKS.search(path.read_text())]
 
 PICTURE_KILOBYTES = 150
@@ -110,7 +110,7 @@ def test_a_block_is_found_with_its_line():
 
 @pytest.mark.parametrize(
     "path",
-    daily(PLAIN_EXAMPLES, [e for e in PLAIN_EXAMPLES if e.name not in ("diagonal_fisher.py", "find_wrong_labels.py")]),
+    [pytest.param(path, marks=pytest.mark.slow if path.name in LONG_EXAMPLES else ()) for path in PLAIN_EXAMPLES],
     ids=lambda path: path.name,
 )
 def test_example_runs_without_a_warning(path, tmp_path, monkeypatch, capsys):

@@ -2,14 +2,14 @@
 
 import pytest
 import sim_device as sim
-from daily import every
 from nonlinear_hooks import assert_right_or_refused
 
 MANY = 10  # cases of one test
 
 
+@pytest.mark.sweep(1 / 40)
 @pytest.mark.filterwarnings("ignore::samplewise.errors.SamplesMayInteractWarning")  # of shuffled samples that are mixed
-@pytest.mark.parametrize("first", every(40, range(1000, 1400, MANY)))
+@pytest.mark.parametrize("first", range(1000, 1400, MANY))
 def test_right_or_refused(first):
     with sim.rounding_noise(2):
         for seed in range(first, first + MANY):

@@ -7,7 +7,6 @@ import sim_device as sim
 import torch
 import torch.nn.functional as F
 from common import DEVICE, X, Y, assert_same_on_both, batches, losses, network
-from daily import every
 
 import samplewise as sw
 
@@ -48,17 +47,20 @@ QUANTITIES = {
 ON_THE_CPU = ("suspects", "signal to noise", "influence", "noise scale")
 
 
-@pytest.mark.parametrize("name", every(2, QUANTITIES))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("name", QUANTITIES)
 def test_quantities(name):
     assert_same_on_both(QUANTITIES[name])
 
 
-@pytest.mark.parametrize("strategy", every(3, ["twice", "full", "reference"]))
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("strategy", ["twice", "full", "reference"])
 def test_strategies(strategy):
     assert_same_on_both(lambda device: gradients(device, strategy=strategy).norms())
 
 
-@pytest.mark.parametrize("name", every(2, [name for name in QUANTITIES if name not in ON_THE_CPU], 1))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("name", [name for name in QUANTITIES if name not in ON_THE_CPU])
 def test_results_are_on_the_device(name):
     found = QUANTITIES[name](DEVICE)
     tensors = [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]

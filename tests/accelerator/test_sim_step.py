@@ -3,7 +3,6 @@
 import pytest
 import torch
 from common import DEVICE, X, Y, assert_same_on_both, batches, losses, network, weights
-from daily import daily, every
 from torch import nn
 
 import samplewise as sw
@@ -41,7 +40,8 @@ def trained(device, transforms=(), optimizer=torch.optim.AdamW, run=sw.Step.run,
     return weights(model)
 
 
-@pytest.mark.parametrize("name", every(2, TRANSFORMS, 1))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_windows_and_microbatches(name):
     assert_same_on_both(lambda device: trained(device, TRANSFORMS[name](device), samples=8, microbatch=4))
 
@@ -58,7 +58,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", every(3, SETTINGS, 1))
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name):
     assert_same_on_both(lambda device: trained(device, [sw.clip(0.5)], **SETTINGS[name]))
 
@@ -72,7 +73,8 @@ def test_accumulate_and_apply():
     assert_same_on_both(lambda device: trained(device, [sw.clip(0.5)], run=run))
 
 
-@pytest.mark.parametrize("kind", daily([torch.optim.AdamW, torch.optim.SGD], [torch.optim.AdamW]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_fused_optimizers(kind):
     def fused(parameters, lr):
         return kind(parameters, lr=lr, fused=True)
@@ -80,7 +82,8 @@ def test_fused_optimizers(kind):
     assert_same_on_both(lambda device: trained(device, [sw.clip(0.5)], fused))
 
 
-@pytest.mark.parametrize("precision", daily(["16-mixed", "bf16-mixed"], ["16-mixed"]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_mixed_precision(precision):
     def run(device):
         model = network(device).float()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from common import DEVICE, X, Y, assert_same_on_both, losses, network, weights
-from daily import daily
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
@@ -44,7 +43,8 @@ def test_the_accelerator_is_the_default(monkeypatch):
     assert sw.Trainer(step, progress=False).device.type == "cpu"
 
 
-@pytest.mark.parametrize("precision", daily([None, "16-mixed"], ["16-mixed"]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("precision", [None, "16-mixed"])
 def test_a_resumed_run_is_bit_identical(tmp_path, precision):
     """Dropout and noise draw from the generator of the device, whose state is in the checkpoint."""
     random = dict(dropout=0.5, transforms=[sw.noise(0.1)], precision=precision)

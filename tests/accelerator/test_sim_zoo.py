@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import sim_device as sim
 import torch
-from daily import daily, every
 from zoo import CASES
 
 from samplewise.testing.compare import CORE, Tolerance
@@ -27,19 +26,22 @@ def check(name, precision):
     assert result.outcome == (REFUSED if case.interacts else RIGHT), result.reason
 
 
-@pytest.mark.parametrize("name", every(90, NAMES))
+@pytest.mark.sweep(1 / 69)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_right(name):
     check(name, FP64)
 
 
-@pytest.mark.parametrize("name", every(150, [n for n in NAMES if CASES[n].traits.autocast], 17))
+@pytest.mark.sweep(1 / 136)
+@pytest.mark.parametrize("name", [n for n in NAMES if CASES[n].traits.autocast])
 def test_gradients_under_autocast_are_right(name):
     """Some kernels of the CPU, which compute for the simulated device, have no bfloat16."""
     assert run_case(CASES[name], BF16, torch.device(DEVICE)).outcome in (RIGHT, REFUSED, NOT_RUN)
 
 
-@pytest.mark.parametrize("precision", daily(NOISY, ["fp32"]))
-@pytest.mark.parametrize("name", every(200, NAMES, 11))
+@pytest.mark.sweep(1 / 275)
+@pytest.mark.parametrize("precision", NOISY)
+@pytest.mark.parametrize("name", NAMES)
 def test_rounding_noise_changes_no_owner(name, precision):
     """Sums are not deterministic on a GPU: nothing is refused and no element gets another owner because of that."""
     if precision == "fp32" and not CASES[name].traits.float32:

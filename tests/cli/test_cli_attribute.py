@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from daily import daily
 from recipes import HEALTHY, command, one_line, process
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -387,7 +386,8 @@ def data():
 """
 
 
-@pytest.mark.parametrize("method", daily(["influence", "trak", "ekfac"], ["ekfac"]))
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("method", ["influence", "trak", "ekfac"])
 def test_texts_of_a_model_of_transformers(recipe, method):
     assert command("train", recipe(TEXTS), "--device", "cpu").exit_code == 0
     result = attribute("--queries", "3", "--top", 2, "--method", method)

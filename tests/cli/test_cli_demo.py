@@ -5,13 +5,12 @@ import sys
 
 import forks
 import pytest
-from daily import daily
 from recipes import command
 
 MAKE, COMMAND = ["samplewise.cli.demo"], ["samplewise.cli.main", "demo"]
 
 
-@pytest.mark.parametrize("module", daily([MAKE, COMMAND], [COMMAND]), ids=["make", "command"])
+@pytest.mark.parametrize("module", [pytest.param(MAKE, marks=pytest.mark.slow), COMMAND], ids=["make", "command"])
 def test_demo(tmp_path, module):
     run = forks.run(
         [sys.executable, "-W", "error", "-m", *module], cwd=tmp_path, capture_output=True, text=True, timeout=600

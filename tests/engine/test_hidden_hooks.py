@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from daily import every
 from zoo import CASES
 
 from samplewise.engine.graph import saved
@@ -12,7 +11,8 @@ CHECKPOINTED = [name for name in CASES if "checkpoint" in name]
 OTHERS = [name for name in CASES if name not in CHECKPOINTED]
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTED, *every(40, OTHERS)])
+@pytest.mark.sweep(1 / 38)
+@pytest.mark.parametrize("name", [*CHECKPOINTED, *OTHERS])
 def test_zoo(name, monkeypatch):
     monkeypatch.setattr(saved, "HOOKS_ARE_VISIBLE", False)
     result = run_case(CASES[name], PRECISIONS["fp64"], torch.device("cpu"))

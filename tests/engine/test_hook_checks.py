@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from by_loop import assert_as_loop, count_passes, rows_by_loop
-from daily import every
 from nonlinear_hooks import (
     ACCURACY,
     LINEAR,
@@ -518,7 +517,8 @@ def outcome(seed):
     )
 
 
-@pytest.mark.parametrize("first", every(10, range(0, SEEDS, MANY)))
+@pytest.mark.sweep(1 / 10)
+@pytest.mark.parametrize("first", range(0, SEEDS, MANY))
 def test_random_hooks_that_begin_to_change_gradients(first):
     for seed in range(first, first + MANY):
         description, is_linear, results = outcome(seed)

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_loop import assert_as_loop, count_passes
-from daily import every
 from torch import nn
 from zoo import CASES
 
@@ -135,7 +134,8 @@ def test_dead_layers_are_compared_when_they_wake_up():
         sw.gradients(losses(), net).norms()
 
 
-@pytest.mark.parametrize("case", every(4, CASES.values(), start=3), ids=lambda case: case.name)
+@pytest.mark.sweep(1 / 4)
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_hook_somewhere_in_the_process_refuses_nothing(case):
     nn.Linear(1, 1).register_forward_hook(lambda module, inputs, output: None)
     B = 3 if case.allows(3) else 5

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from by_loop import assert_as_loop, rows_by_loop
-from daily import daily
 from nonlinear_hooks import Changed, hooked, rounded_to, shuffled, with_posthook, with_prehook
 from torch import nn
 
@@ -87,7 +86,8 @@ def losses_of(model, change_of, change):
     return out.square().sum(1) * torch.linspace(0.1, 1, B).to(x)
 
 
-@pytest.mark.parametrize("way", daily(WAYS, ["fused"]))
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ON_ACTIVATIONS)
 @pytest.mark.parametrize("change", APART)
 def test_changes_of_each_sample_for_itself_give_the_rows_of_the_loop(change, place, way):
@@ -110,9 +110,10 @@ def test_a_sum_that_is_a_backward_pass_with_weights_is_refused(change, place):
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("place", ON_ACTIVATIONS)
 @pytest.mark.parametrize("change", TOGETHER)
-@pytest.mark.parametrize("strategy", daily(["fused", "twice", "full"], ["fused"]))
+@pytest.mark.parametrize("strategy", ["fused", "twice", "full"])
 def test_changes_that_do_not_add_up_are_refused(change, place, strategy):
     model = net()
     for _ in range(2):
@@ -132,7 +133,8 @@ def test_changes_that_depend_on_the_largest_of_the_batch_are_refused(change, pla
             sw.gradients(losses_of(model, ON_ACTIVATIONS[place], SCALED[change]), model).norms()
 
 
-@pytest.mark.parametrize("strategy", daily(["fused", "twice", "full"], ["fused", "twice"]))
+@pytest.mark.sweep(2 / 3)
+@pytest.mark.parametrize("strategy", ["fused", "twice", "full"])
 @pytest.mark.parametrize("place", ON_ACTIVATIONS)
 @pytest.mark.parametrize("change", LINEAR)
 def test_linear_changes_are_part_of_the_gradient(change, place, strategy):
@@ -151,9 +153,10 @@ def assert_backward_as_loop(g, losses, model, weights):
         torch.testing.assert_close(model.get_parameter(name).grad, torch.tensordot(weights, rows, 1))
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("change", [*APART, *TOGETHER, *SCALED])
 @pytest.mark.parametrize("place", ["Function", "hook"])
-@pytest.mark.parametrize("strategy", daily(["fused", "twice", "full"], ["fused"]))
+@pytest.mark.parametrize("strategy", ["fused", "twice", "full"])
 def test_changes_on_the_way_to_a_weight_are_refused(change, place, strategy):
     """The change acts on the sum of the samples in an ordinary pass, and on each of them in the loop."""
     model = net()
@@ -251,7 +254,8 @@ def assert_rows_of_reference(losses, model):
         torch.testing.assert_close(rows[name], expected)
 
 
-@pytest.mark.parametrize("place", daily(ON_ACTIVATIONS, ["Function", "hook", "Function on shuffled rows"]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("place", ON_ACTIVATIONS)
 @pytest.mark.parametrize("change", [*APART, *TOGETHER, *SCALED, *LINEAR])
 def test_where_sums_are_not_deterministic(change, place, monkeypatch):
     for module in (hook_checks, hook_refusal, linearity, probe, verify):

@@ -1,7 +1,6 @@
 """Random hooks and Functions that are not linear: rows are those of the loop, or an error says why not."""
 
 import pytest
-from daily import every
 from nonlinear_hooks import assert_right_or_refused
 
 from samplewise.engine import hook_checks, hook_refusal
@@ -11,8 +10,9 @@ SEEDS = 600
 MANY = 20  # cases of one test
 
 
+@pytest.mark.sweep(1 / 10)
 @pytest.mark.filterwarnings("ignore::samplewise.errors.SamplesMayInteractWarning")  # of shuffled samples that are mixed
-@pytest.mark.parametrize("first", every(10, range(0, SEEDS, MANY)))
+@pytest.mark.parametrize("first", range(0, SEEDS, MANY))
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_right_or_refused(first, deterministic, monkeypatch):
     if not deterministic:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from by_loop import rows_by_loop
-from daily import daily
 from torch import nn
 
 import samplewise as sw
@@ -49,7 +48,8 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("name", daily(RECURRENT, ["RNN", "LSTM"]))
+@pytest.mark.sweep(1 / 4)
+@pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers(name):
     make, T, dtype = RECURRENT[name]
     rtol = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]

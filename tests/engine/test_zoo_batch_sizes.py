@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from daily import every
 from zoo import CASES, INDEPENDENT
 
 import samplewise as sw
@@ -37,18 +36,18 @@ def compare(case, B, names=CORE, dtype=torch.float64, tolerance=EXACT):
     assert_agrees(g, rows, probe_for(wanted(model), B), names, tolerance)
 
 
-def sized(*sizes, cases=INDEPENDENT, step=1, start=0):
-    """Every case at every size that it allows; each `step`-th one from `start` on is daily."""
+def sized(*sizes, cases=INDEPENDENT):
+    """Every case at every size that it allows."""
     pairs = [(case, B) for B in sizes for case in cases if case.allows(B)]
-    chosen = [pytest.param(*pair.values[0], marks=pair.marks) for pair in every(step, pairs, start)]
-    return pytest.mark.parametrize(("case", "B"), chosen, ids=[f"{case.name}-{B}" for case, B in pairs])
+    return pytest.mark.parametrize(("case", "B"), pairs, ids=[f"{case.name}-{B}" for case, B in pairs])
 
 
 FEW = [CASES[name] for name in REPRESENTATIVE]
 REST = [case for case in INDEPENDENT if case.name not in REPRESENTATIVE]
 
 
-@sized(1, step=2)
+@pytest.mark.sweep(1 / 2)
+@sized(1)
 def test_one_sample(case, B):
     compare(case, B)
 
@@ -60,7 +59,8 @@ def test_two_samples(case, B):
 
 
 @pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")
-@sized(7, step=2, start=1)
+@pytest.mark.sweep(1 / 2)
+@sized(7)
 def test_as_many_samples_as_tokens(case, B):
     compare(case, B, ["norms", "weighted sum", "full"])
 

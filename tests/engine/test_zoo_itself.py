@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from daily import every
 from zoo import CASES, INDEPENDENT, INTERACTING
 
 from samplewise.testing.case import DEFAULT_B
@@ -26,7 +25,8 @@ def test_losses_are_one_number_per_sample_and_the_same_each_time(case):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("case", every(3, CASES.values()), ids=lambda case: case.name)
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_what_a_model_makes_is_made_where_its_inputs_are(case):
     """Another default device stands for an accelerator: whatever is made without a device would land there."""
     model, inputs = case.build()

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from daily import daily, every
 from plain_pytorch import not_run_reason
 from zoo import CASES, INDEPENDENT
 
@@ -35,12 +34,8 @@ def named(cases):
     return pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
 
 
-def some(step, cases, start=0):
-    """Parametrize with all cases, of which each `step`-th one from `start` on is daily."""
-    return pytest.mark.parametrize("case", every(step, cases, start), ids=lambda case: case.name)
-
-
-@some(3, [case for case in INDEPENDENT if case.traits.float32], start=2)
+@pytest.mark.sweep(1 / 3)
+@named(case for case in INDEPENDENT if case.traits.float32)
 def test_float32_against_float64_rows(case):
     prepare_comparison(case, FP32).compare()
 
@@ -87,7 +82,8 @@ def test_models_held_in_bf16(case):
     )
 
 
-@some(4, CONFIDENT)
+@pytest.mark.sweep(1 / 4)
+@named(CONFIDENT)
 def test_confident_logits(case):
     """Logits a hundred times as large: most softmaxes are 0 or 1, and gradients 0 or denormal."""
     model, inputs = case.build()
@@ -127,8 +123,9 @@ def test_scaled_losses_in_float32(case, scale):
     assert_agrees(g, rows, probe, names, Tolerance(1e-3, 1e-5))
 
 
-@some(3, INDEPENDENT, start=1)
-@pytest.mark.parametrize("loud", daily([0, 3], [3]))
+@pytest.mark.sweep(1 / 6)
+@named(INDEPENDENT)
+@pytest.mark.parametrize("loud", [0, 3])
 def test_faint_samples_beside_a_loud_one(case, loud):
     """In a sum, a sample 1e-20 as large as another is lost in rounding, and the sum looks as if it had one owner.
     Norms are compared sample by sample here, not with the largest."""

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from daily import every
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from zoo import CASES, INDEPENDENT
@@ -43,7 +42,8 @@ def compare_slopes(case, strategy=None, asked=ASKED):
             assert_same(found, expected, SECOND_ORDER, f"slope of {name}")
 
 
-@pytest.mark.parametrize("case", every(4, TWICE_DIFFERENTIABLE), ids=lambda case: case.name)
+@pytest.mark.sweep(1 / 4)
+@pytest.mark.parametrize("case", TWICE_DIFFERENTIABLE, ids=lambda case: case.name)
 def test_slopes_of_quantities(case):
     compare_slopes(case)
 

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from daily import daily
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = [
@@ -19,7 +18,8 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", daily(NAMES, ["accelerate_loop.py", "huggingface_classification.py"]))
+@pytest.mark.sweep(2 / 5)
+@pytest.mark.parametrize("name", NAMES)
 def test_wrong_samples_are_found(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", "torch")

@@ -115,11 +115,9 @@ WITH_CACHE = {
 }
 
 
-def each(daily, more):
-    """Parametrize by (base, adapter); only those of `daily` run in `make test`."""
-    cases = [pytest.param(*case, id=name) for name, case in daily.items()]
-    cases += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in more.items()]
-    return pytest.mark.parametrize(("base", "adapter"), cases)
+def adapted(cases):
+    """Parametrize by (base, adapter)."""
+    return pytest.mark.parametrize(("base", "adapter"), [pytest.param(*case, id=name) for name, case in cases.items()])
 
 
 def make(base, adapter, dtype=torch.float64, base_dtype=None):
@@ -171,17 +169,20 @@ def compare(model, tolerance=IN_FLOAT64, **options):
 pytestmark = pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning:peft.tuners.tuners_utils")
 
 
-@each(ADAPTERS, MORE_ADAPTERS | WITH_CACHE)
+@pytest.mark.sweep(1 / 3)
+@adapted(ADAPTERS | MORE_ADAPTERS | WITH_CACHE)
 def test_adapters(base, adapter):
     compare(make(base, adapter))
 
 
-@each({"LoRA": ADAPTERS["LoRA"]}, {name: case for name, case in (ADAPTERS | MORE_ADAPTERS).items() if name != "LoRA"})
+@pytest.mark.sweep(1 / 15)
+@adapted(ADAPTERS | MORE_ADAPTERS)
 def test_adapters_under_gradient_checkpointing(base, adapter):
     compare(checkpointed(make(base, adapter)))
 
 
-@each({}, IN_FLOAT32)
+@pytest.mark.slow
+@adapted(IN_FLOAT32)
 def test_adapters_that_compute_in_float32(base, adapter):
     """Whatever the dtype of the model."""
     compare(make(base, adapter), SINGLE)
@@ -189,20 +190,21 @@ def test_adapters_that_compute_in_float32(base, adapter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["twice", "full"])
-@each({}, ADAPTERS)
+@adapted(ADAPTERS)
 def test_other_strategies(base, adapter, strategy):
     compare(make(base, adapter), strategy=strategy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prepare", [lambda model: model, checkpointed], ids=["plain", "checkpointed"])
-@each({}, ADAPTERS)
+@adapted(ADAPTERS)
 def test_float32(base, adapter, prepare):
     compare(prepare(make(base, adapter, torch.float32)), SINGLE)
 
 
 @pytest.mark.parametrize("prepare", [lambda model: model, checkpointed], ids=["plain", "checkpointed"])
-@each({"LoRA": ADAPTERS["LoRA"]}, {"DoRA": ADAPTERS["DoRA"], "LoRA on Conv1D": ADAPTERS["LoRA on Conv1D"]})
+@pytest.mark.sweep(1 / 3)
+@adapted({name: ADAPTERS[name] for name in ("LoRA", "DoRA", "LoRA on Conv1D")})
 def test_bfloat16_base_with_float32_adapters(base, adapter, prepare):
     model = prepare(make(base, adapter, base_dtype=torch.bfloat16))
     assert {p.dtype for p in wanted(model).values()} == {torch.float32}

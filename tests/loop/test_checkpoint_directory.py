@@ -19,7 +19,6 @@ from collections import Counter, OrderedDict, namedtuple
 import forks
 import pytest
 import torch
-from daily import daily
 from forging import write_header
 from hypothesis import given
 from hypothesis import strategies as st
@@ -782,7 +781,8 @@ while True:
 """
 
 
-@pytest.mark.parametrize("attempts", daily([3, 20], [3]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("attempts", [3, 20])
 def test_killed_at_any_moment_nothing_reported_is_lost(attempts, tmp_path):
     for attempt in range(attempts):
         process = forks.Popen(

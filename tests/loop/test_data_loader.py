@@ -10,7 +10,6 @@ import random
 import numpy
 import pytest
 import torch
-from daily import daily
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -304,7 +303,8 @@ def assert_no_epoch_is_like_another(seen):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-@pytest.mark.parametrize("epochs", daily([[1], [0, 1, 2]], [[1]]), ids=["second epoch", "all epochs"])
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("epochs", [[1], [0, 1, 2]], ids=["second epoch", "all epochs"])
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_from_every_place(make, epochs, tmp_path):
     seen, places = whole_run(ResumableLoader(make(), seed=7))
@@ -313,8 +313,9 @@ def test_from_every_place(make, epochs, tmp_path):
         assert_goes_on(make, saved, seen, tmp_path / "place")
 
 
-@pytest.mark.parametrize("living_on", daily([False, True], [False]), ids=["", "living on"])
-@pytest.mark.parametrize("name", daily(WORKERS, ["iterable", "random collation", "state, iterable with state"]))
+@pytest.mark.sweep(1 / 5)
+@pytest.mark.parametrize("living_on", [False, True], ids=["", "living on"])
+@pytest.mark.parametrize("name", WORKERS)
 def test_with_workers(name, living_on, tmp_path):
     def with_workers():
         return WORKERS[name](num_workers=2, persistent_workers=living_on)
@@ -438,7 +439,8 @@ def seen(dataset, **options):
     return repr(found)
 
 
-@pytest.mark.parametrize("workers", daily([0, 1], [0]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("collate", [None, collate_with_noise], ids=["default", "random"])
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_datasets_without_random_numbers_are_read_without_seeding_each_sample(name, collate, workers, monkeypatch):
@@ -661,10 +663,11 @@ IMAGES = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
 @pytest.mark.parametrize("tail", ["update", "drop", "carry"])
-@pytest.mark.parametrize("samples", daily([9, None, 40], [9]))
+@pytest.mark.parametrize("samples", [9, None, 40])
 def test_resumed_again_and_again(make, tail, samples, tmp_path):
     """After every single update a new process, as it were."""
     if samples == 40 and tail == "drop":

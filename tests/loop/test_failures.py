@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from daily import daily
 from small import X, Y, loader, log, make, parameters
 from test_resume import assert_same, ended, running, to_the_end
 
@@ -184,7 +183,8 @@ class Asked:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
 @pytest.mark.parametrize("call", [1, 2, 4, 6, 9])
 @pytest.mark.parametrize("samples", [None, 20])
@@ -256,9 +256,10 @@ def test_in_a_thread(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs signals to process groups")
-@pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_workers_too(tmp_path, number):
     """As a terminal sends Ctrl-C, and a cluster SIGTERM: to the whole group."""
     run = tmp_path / "run"

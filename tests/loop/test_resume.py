@@ -11,11 +11,10 @@ from pathlib import Path
 import forks
 import pytest
 import torch
-from daily import daily
 
 SCRIPT = Path(__file__).with_name("killed.py")
 TIMES = ("seconds", "samples_per_second", "compute_samples_per_second", "phases", "memory")
-LOADERS = daily(["plain", "stateful", "compiled"], ["stateful"])
+LOADERS = ["stateful", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "compiled"))]
 
 
 @contextlib.contextmanager

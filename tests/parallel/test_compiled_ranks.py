@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from daily import daily
 from spread_models import (
     SAMPLES,
     TRANSFORMS,
@@ -88,7 +87,8 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("options", daily(COMPILED, COMPILED[1:3]), ids=str)
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("options", COMPILED, ids=str)
 def test_gradients_are_compiled(two, options):
     """Also of windows in which a rank has no samples, or microbatches of several sizes."""
     plain = {name: value for name, value in options.items() if name != "bucket"}

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from daily import daily
 from forging import BOMBS, nothing_unpickled, pickled
 from safetensors.torch import load_file
 from test_loop_trainer import going_on, loader, log, parameters, trainer
@@ -289,10 +288,7 @@ def carrying(run, ends, transforms="plain", every="1ep", **options):
     return parameters(made), reason, made.step.counters
 
 
-CARRIED = daily(
-    [dict(parallel=how, transforms=some) for how in ("ddp", "fsdp") for some in ("plain", "clip")],
-    [dict(parallel="ddp", transforms="plain"), dict(parallel="fsdp", transforms="clip")],
-)
+CARRIED = [dict(parallel=how, transforms=some) for how in ("ddp", "fsdp") for some in ("plain", "clip")]
 
 
 @pytest.mark.slow

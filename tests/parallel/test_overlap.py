@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from daily import every
 from spread_models import SAMPLES, assert_same, loss_fn, net, own_batches, run, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -90,7 +89,8 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize("options", every(2, WINDOWS), ids=str)
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
 def test_windows_are_those_of_one_process(three, options):
     """Also with ranks that have no samples in a window, and with ranks that get more because another one has none."""
     alone = run(**{**options, "batch": SAMPLES if options["samples"] else options["batch"] * 3})

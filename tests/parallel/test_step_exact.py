@@ -3,7 +3,6 @@
 from itertools import product
 
 import pytest
-from daily import daily
 from spread_models import SAMPLES, TRANSFORMS, assert_same, run
 
 
@@ -17,7 +16,8 @@ def _run(options):
     return run(**options)
 
 
-@pytest.mark.parametrize("how", daily(["ddp", "plain"], ["ddp"]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("how", ["ddp", "plain"])
 @pytest.mark.parametrize("transforms", TRANSFORMS)
 def test_every_transform(two, transforms, how):
     compare(two, transforms=transforms, how=how, samples=6, batch=4)
@@ -36,14 +36,10 @@ WINDOWS = [
     dict(samples=40, batch=5),
     dict(samples=6, batch=2, losses="counted", max_grad_norm=0.1),
 ]
-# Each window is daily with two transforms, and each transform with two or three windows.
-PAIRS = [
-    pytest.param(transforms, options, marks=() if (a + b) % 3 == 0 else pytest.mark.slow)
-    for (a, transforms), (b, options) in product(enumerate(SOME), enumerate(WINDOWS))
-]
 
 
-@pytest.mark.parametrize(("transforms", "options"), PAIRS, ids=str)
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize(("transforms", "options"), [*product(SOME, WINDOWS)], ids=str)
 def test_windows_however_they_are_filled(three, transforms, options):
     """Also with fewer samples than ranks in a window, and with ranks that have none in the last one."""
     compare(three, transforms=transforms, **options)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from daily import daily
 from leave_one_out import (
     ATTACKS,
     CLASSES,
@@ -30,7 +29,6 @@ pytest.importorskip("dp_accounting")
 
 SAMPLES = 40
 SIZES = {torch.float32: 1e12, torch.float64: 1e20}
-NAMES = daily(MODELS, ["linear", "tied"])
 
 
 def attacked(attack, dtype, row=SAMPLES // 2):
@@ -44,7 +42,8 @@ def attacked(attack, dtype, row=SAMPLES // 2):
 
 @pytest.mark.parametrize("dtype", SIZES, ids=str)
 @pytest.mark.parametrize("attack", ["canceling", "equal_pairs", "nearly_canceling"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sweep(1 / 8)
+@pytest.mark.parametrize("name", MODELS)
 def test_leaving_out_a_canceling_sample(name, attack, dtype):
     columns = attacked(attack, dtype)
     ratio, size = moved(model_of(name, dtype), linear_loss(name), columns, {SAMPLES // 2}, clip=0.5)
@@ -52,11 +51,12 @@ def test_leaving_out_a_canceling_sample(name, attack, dtype):
     assert size > SAMPLES / 4 or name in ("weight norm", "two uses")  # the others have not been lost
 
 
+@pytest.mark.sweep(1 / 16)
 @pytest.mark.parametrize(
     "options",
     [{"by": "parameter"}, {"mode": "automatic"}, {"microbatch": 7}, {"weight": torch.tanh}, {"weight": torch.sin}],
 )
-@pytest.mark.parametrize("name", daily(MODELS, ["embedding"]))
+@pytest.mark.parametrize("name", MODELS)
 def test_options(name, options):
     options = dict(options)
     function = options.pop("weight", None)
@@ -72,8 +72,9 @@ def test_options(name, options):
         assert ratio <= tolerance(torch.float32, SAMPLES)
 
 
+@pytest.mark.sweep(1 / 16)
 @pytest.mark.parametrize("microbatch", [None, 7])
-@pytest.mark.parametrize("name", daily(MODELS, ["tied"]))
+@pytest.mark.parametrize("name", MODELS)
 def test_users(name, microbatch):
     """Two samples of one user cancel each other; also tokens of one of them."""
     words, x, target = attacked("canceling", torch.float32)
@@ -92,7 +93,8 @@ def test_users(name, microbatch):
             assert ratio <= tolerance(torch.float32, SAMPLES)
 
 
-@pytest.mark.parametrize("name", daily(MODELS, ["linear"]))
+@pytest.mark.sweep(1 / 16)
+@pytest.mark.parametrize("name", MODELS)
 def test_mixed_precision(name):
     columns = attacked("canceling", torch.float32)
     options = {"clip": 0.5, "precision": "bf16-mixed"}

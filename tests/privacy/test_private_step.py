@@ -43,11 +43,9 @@ OPTIONS = {
 }
 
 
-DAILY = [(kind, size) for kind in OPTIONS if kind != "max_batch" for size in (None, 3)] + [("flat", 1), ("flat", 7)]
-LONG = [(kind, size) for kind in OPTIONS for size in (None, 1, 3, 7) if (kind, size) not in DAILY]
-
-
-@pytest.mark.parametrize(("kind", "microbatch"), [*DAILY, *(pytest.param(*c, marks=pytest.mark.slow) for c in LONG)])
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("microbatch", [None, 1, 3, 7])
 def test_update_identity(kind, microbatch):
     privacy = plan(**OPTIONS[kind])
     model, loader, step = make(privacy, microbatch=microbatch)

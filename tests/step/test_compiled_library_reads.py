@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from daily import daily
 from test_compiled import any_backend, backend, losses_of  # noqa: F401
 from test_compiled_reads import assert_same, scaled
 from torch import nn
@@ -75,8 +74,9 @@ def split():
     return scaled(lambda: torch.tensor_split(eight(), ends)[0].sum()), lambda v: ends.fill_(int(v))
 
 
+@pytest.mark.sweep(1 / 5)
 @any_backend
-@pytest.mark.parametrize("name", daily([*AS_NUMBERS], ["end of a slice", "fill", "list", "delta"]))
+@pytest.mark.parametrize("name", [*AS_NUMBERS])
 def test_tensors_in_the_place_of_numbers(name):
     assert_same(*AS_NUMBERS[name])
 
@@ -245,7 +245,6 @@ CASES = {
         None,
     ),
 }  # fmt: skip
-DAILY = [schedule, distribution, rows_of_a_subset, gradient, transposed_in_place, threads, order_of_a_dict, pointer]
 
 
 @pytest.fixture
@@ -265,9 +264,10 @@ def settings():
     __builtins__.pop("READS_SCALE", None)
 
 
+@pytest.mark.sweep(1 / 2)
 @any_backend
 @pytest.mark.usefixtures("settings")
-@pytest.mark.parametrize("make", daily(CASES, DAILY), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_value_that_is_read_through_torch_or_c_changes(make):
     assert_same(make, CASES[make])
 

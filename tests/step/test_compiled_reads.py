@@ -30,7 +30,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from daily import daily
 from test_compiled import OPTIMIZERS, any_backend, backend, data, losses_of, tiny  # noqa: F401
 from torch import nn
 
@@ -928,14 +927,9 @@ def assert_same(make, reason):
         assert re.search(reason, problems[0]), problems[0]
 
 
-DAILY = [
-    tensor_float, numpy_array, partial_dict, default_argument, function_attribute, bound_method, callable_object,
-    environment, iterator_of_a_list, huge_dict, context_variable, cached_function, new_global, clock,
-]  # fmt: skip
-
-
+@pytest.mark.sweep(1 / 8)
 @any_backend
-@pytest.mark.parametrize("make", daily(CASES, DAILY), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_value_that_the_loss_function_reads_changes(make):
     assert_same(make, CASES[make])
 

@@ -1,13 +1,13 @@
 """Models of all kinds: three updates of a Step, however cut, are those of the textbook loop, in float64."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from daily import in_turn
 from zoo import CASES, INDEPENDENT
 
 import samplewise as sw
@@ -90,26 +90,14 @@ clips = pytest.mark.parametrize("clip", [False, True], ids=["plain", "clip"])
 
 BY_FREQUENCY = CASES["embedding_scaled_by_frequency"]  # divides by how often a token comes in the whole batch
 TRAINED = [case for case in INDEPENDENT if case.traits.rows and case is not BY_FREQUENCY]
-DAILY = TRAINED[::6]
-OTHERS = [case for case in TRAINED if case not in DAILY]
 
 
-def compare_case(case, clip):
+@pytest.mark.sweep(1 / 6)
+@clips
+@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+def test_the_zoo(case, clip):
     model, inputs = case.build(SAMPLES * UPDATES)
     compare(model, lambda model, batch: case.losses(model, batch), inputs, clip)
-
-
-@clips
-@pytest.mark.parametrize("case", DAILY, ids=lambda case: case.name)
-def test_the_zoo(case, clip):
-    compare_case(case, clip)
-
-
-@pytest.mark.slow
-@clips
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_the_rest_of_the_zoo(case, clip):
-    compare_case(case, clip)
 
 
 def test_gradients_divided_by_how_often_a_token_comes():
@@ -218,7 +206,8 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.parametrize(("name", "clip"), in_turn(HUGGING_FACE, [False, True]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize(("name", "clip"), [*itertools.product(HUGGING_FACE, [False, True])])
 def test_hugging_face(name, clip):
     build, loss_fn = HUGGING_FACE[name]
     with seeded(0), default_dtype(torch.float32):

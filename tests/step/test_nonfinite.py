@@ -5,7 +5,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from daily import daily
 from torch import Tensor, nn
 
 import samplewise as sw
@@ -649,8 +648,9 @@ def test_a_count_that_is_not_finite(count, numbers, transforms):
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("numbers", NUMBERS[:3], ids=str)
-@pytest.mark.parametrize("compile", daily([False, True], [False]))
+@pytest.mark.parametrize("compile", [False, True])
 def test_a_later_count_that_is_infinite(numbers, compile):
     """In compiled updates, too."""
 
@@ -669,7 +669,8 @@ def test_a_later_count_that_is_infinite(numbers, compile):
     torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("compile", daily([False, True], [False]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 def test_weights_with_a_negative_sum_cannot_be_divided_by(numbers, compile):
     """The update would ascend."""

@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 from by_hand import LR, Window, clipped, close, counted, cut, descend, fitted, mlp, one_by_one, squared
-from daily import daily
 from torch import nn
 from unrestored import Unrestored
 
@@ -222,7 +221,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("loss_fn", daily([squared, counted], [counted]))
+@pytest.mark.sweep(1 / 2)
+@pytest.mark.parametrize("loss_fn", [squared, counted])
 @pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
 @pytest.mark.parametrize(("transforms", "rule"), CASES.values(), ids=CASES)
 def test_the_same_parameters_as_the_loop(transforms, rule, shape, loss_fn):
@@ -855,8 +855,9 @@ LENGTHS = {
 }
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.filterwarnings("ignore:updates stay uncompiled")
-@pytest.mark.parametrize("compile", daily([False, True], [False]))
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("after", [[], [sw.clip(1.0)], [sw.normalize("mean")]], ids=["", "clip", "mean"])
 @pytest.mark.parametrize(("length", "options"), LENGTHS.values(), ids=LENGTHS)
 def test_a_tensor_of_weights_must_have_the_length_of_the_window(length, options, after, compile):

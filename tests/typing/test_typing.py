@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from daily import daily
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,7 +31,9 @@ def mypy(*options_and_paths):
     return {(ROOT / error["file"], error["line"]): error["message"] for error in errors}
 
 
-@pytest.mark.parametrize("check", daily([mypy, pyright], [pyright]))  # `make lint` runs mypy on public_types.py
+@pytest.mark.parametrize(
+    "check", [pytest.param(mypy, marks=pytest.mark.slow), pyright]
+)  # `make lint` runs mypy on public_types.py
 def test_public_types(check):
     marked = [k for k, line in enumerate(WRONG.read_text().splitlines(), 1) if line.endswith("# wrong")]
     errors = check(RIGHT, WRONG)
