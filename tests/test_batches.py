@@ -117,7 +117,7 @@ class Columns(MutableMapping):
         return len(self.entries)
 
 
-def test_mappings_of_ones_own():
+def test_custom_mappings():
     batch = Columns({"x": X, "y": Y})
     assert length(batch) == 6
     found = cut(batch, 1, 3)

@@ -49,7 +49,7 @@ def test_snapshot():
     assert torch.equal(torch.rand(3), noise)
 
 
-def test_a_snapshot_can_be_brought_back_again_and_again():
+def test_snapshot_is_restored_several_times():
     module = Moving()
     restore = snapshot(module)
     before = values(module)
@@ -147,7 +147,7 @@ def test_a_buffer_that_is_taken_away():
 # --- the same, again and again ----------------------------------------------------------------------------------------
 
 
-def test_remembered_again_and_again():
+def test_state_is_saved_several_times():
     module = Moving()
     buffers = Buffers([module])
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_remembered_again_and_again():
         module(torch.zeros(3))  # goes on
 
 
-def test_what_is_remembered_last_counts():
+def test_last_saved_state_is_restored():
     module = Moving()
     buffers = Buffers([module])
     buffers.remember()
@@ -196,7 +196,7 @@ def test_restoring_twice_is_restoring_once():
     assert values(module) == values(Moving())
 
 
-def test_nothing_remembered_is_nothing_restored():
+def test_nothing_is_restored_if_nothing_was_saved():
     module = Moving()
     buffers = Buffers([module])
     module(torch.zeros(3))

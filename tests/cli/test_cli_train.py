@@ -378,7 +378,7 @@ def test_ledger_of_a_loader_to_which_no_ids_can_be_added(recipe):
     assert result.exit_code == 1
 
 
-def test_resume_without_a_checkpoint_says_so(recipe):
+def test_resume_without_a_checkpoint_is_refused(recipe):
     result = command("train", recipe(HEALTHY), "--resume", "--run", "typo")
     assert result.stderr.startswith("No checkpoint was found in typo: a new run is started.\n")
     assert result.exit_code == 0

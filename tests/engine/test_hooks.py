@@ -115,7 +115,7 @@ def test_hook_on_a_parameter_acts_in_backward_alone():
     torch.testing.assert_close(found, layer.weight.grad)
 
 
-def test_dead_layers_are_compared_when_they_wake_up():
+def test_layers_without_gradients_are_compared_when_they_have_some():
     """A hook below a layer whose gradient was zero at the first look."""
     net, x = model(), noise(5, 4).double()
     with torch.no_grad():

@@ -20,7 +20,7 @@ def close_to_loop(losses, model, dtype):
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
 @pytest.mark.parametrize("B", [2, 5, 16, 70])
-def test_a_faint_sample_that_shares_the_row_of_another_at_a_later_step(B, dtype):
+def test_small_sample_shares_a_row_at_a_later_step(B, dtype):
     torch.manual_seed(B)
     layer = nn.Linear(6, 3).to(dtype)
     for size in (1.0, *SMALL[dtype]):
@@ -32,7 +32,7 @@ def test_a_faint_sample_that_shares_the_row_of_another_at_a_later_step(B, dtype)
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
-def test_the_faint_sample_is_another_one_each_step(dtype):
+def test_smallest_sample_changes_each_step(dtype):
     layer = nn.Linear(6, 3).to(dtype)
     for step in range(8):
         x, order, scale = torch.randn(8, 6, dtype=dtype), torch.arange(8), torch.ones(8, dtype=dtype)
@@ -42,7 +42,7 @@ def test_the_faint_sample_is_another_one_each_step(dtype):
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
-def test_faint_at_one_layer_and_loud_at_another(dtype):
+def test_small_at_one_layer_and_large_at_another(dtype):
     """No weight on the losses makes up for both."""
     model = Net(None, a=nn.Linear(6, 3), b=nn.Linear(6, 3)).to(dtype)
     for step in range(3):
@@ -81,7 +81,7 @@ def test_silent_samples_are_left_on_by_themselves():
     assert found == [[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]]
 
 
-def test_unbalanced_samples_are_told_apart_in_pairs():
+def test_unbalanced_samples_are_probed_in_pairs():
     sizes = torch.ones(2, 10, dtype=torch.float64)
     sizes[1, 4] = 1e-6
     patterns = torch.stack(_switches(sizes))

@@ -33,7 +33,7 @@ def refuses(error, message, losses, parameters, ask=lambda g: g.norms(), **optio
 # ------------------------------------------------------------- losses
 
 
-def test_scalar_losses_are_told_of_reduction():
+def test_message_for_scalar_losses_names_reduction():
     model, x = small()
     refuses(sw.LossesError, r"(?s)1-D.*reduction=.none", squared_loss(model(x)).mean(), model)
 

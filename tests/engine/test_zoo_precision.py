@@ -126,7 +126,7 @@ def test_scaled_losses_in_float32(case, scale):
 @pytest.mark.sweep(1 / 6)
 @named(INDEPENDENT)
 @pytest.mark.parametrize("loud", [0, 3])
-def test_faint_samples_beside_a_loud_one(case, loud):
+def test_small_gradients_beside_large_ones(case, loud):
     """In a sum, a sample 1e-20 as large as another is lost in rounding, and the sum looks as if it had one owner.
     Norms are compared sample by sample here, not with the largest."""
     model, inputs = case.build()

@@ -1,4 +1,4 @@
-"""Every quantity of every animal against rows of the Jacobian, in float64."""
+"""Every quantity of every case against rows of the Jacobian, in float64."""
 
 import pytest
 import torch

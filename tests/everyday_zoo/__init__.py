@@ -5,7 +5,7 @@ operations    one operation on activations
 batches       data decide shapes, structure, or which row belongs to which sample
 surroundings  hooks, modes, numbers that change in each step, parametrizations
 
-tests/engine/test_everyday.py compares them with a loop over samples, benchmarks/everyday.py measures them.
+tests/engine/test_everyday_models.py compares them with a loop over samples, benchmarks/everyday.py measures them.
 """
 
 from everyday_zoo import operations as operations  # isort: skip  # first: the baseline

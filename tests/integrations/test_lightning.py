@@ -461,7 +461,7 @@ def test_invalid_arguments():
         PerSample([sw.clip])
 
 
-def test_clipping_twice_is_said_once(caplog):
+def test_clipping_twice_warns_once(caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         fitted(8, [PerSample([sw.clip(BOUND)])], gradient_clip_val=0.1)
         fitted(8, [PerSample()], gradient_clip_val=0.1)

@@ -27,7 +27,7 @@ def test_a_stopped_run_stays_stopped(tmp_path):
         assert log(tmp_path) == before
 
 
-def test_more_patience_lets_it_go_on(tmp_path):
+def test_more_patience_continues_training(tmp_path):
     stopping(tmp_path).fit(loader(), epochs=20)
     trainer = stopping(tmp_path, patience=4)
     assert trainer.fit(loader(), epochs=20, resume=True).reason == "loss has not improved for 4 epochs"
@@ -60,7 +60,7 @@ def test_a_second_fit_of_one_trainer_stays_stopped():
     assert trainer.fit(loader(), epochs=5).reason == "5 epochs are done"
 
 
-def test_other_stops_are_not_remembered(tmp_path):
+def test_other_stop_requests_are_not_saved(tmp_path):
     """A time limit counts for one fit, and so does trainer.stop."""
 
     class Stops:

@@ -180,7 +180,7 @@ def test_bytes_in_a_state_stay_bytes(tmp_path, monkeypatch):
     assert not Path("exploded").exists()
 
 
-def test_the_trap_works(tmp_path, monkeypatch):
+def test_the_malicious_file_would_run_code(tmp_path, monkeypatch):
     import pickle
 
     monkeypatch.chdir(tmp_path)

@@ -255,7 +255,7 @@ def test_two_trainers_at_once(tmp_path):
     assert [line["kind"] for line in log(tmp_path)].count("end") == 1
 
 
-def test_of_many_that_find_a_dead_lock_one_gets_it(tmp_path):
+def test_one_of_many_processes_takes_over_a_dead_lock(tmp_path):
     for _ in range(20):
         locked_by(tmp_path, pid=os.getppid(), started="1")
         locks, got = [run_lock(tmp_path) for _ in range(8)], []

@@ -43,7 +43,7 @@ def held_until_all_came():
     return held, len(release._held)
 
 
-def test_nobody_leaves_while_the_group_holds_on_to_a_message(two):
+def test_ranks_end_after_the_group_has_released_its_tensors(two):
     assert two.run(held_until_all_came)[0] == (1, 0)
 
 

@@ -20,7 +20,7 @@ def asked(wrap):
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_sums_of_all_ranks_and_numbers_of_ones_own(three, wrap):
+def test_sums_of_all_ranks_and_local_numbers(three, wrap):
     model = net()
     g = sw.gradients(loss_fn(model, data()), model)
     for rank, (names, norms, own, total, mean) in enumerate(three.run(asked, wrap)):
@@ -67,7 +67,7 @@ def test_backward_past_a_reducer_is_refused(two, what):
     assert two.errors(backward, what) == [message] * 2
 
 
-def test_backward_of_a_model_that_nobody_wraps_is_ones_own_affair(two):
+def test_backward_of_an_unwrapped_model_is_local(two):
     assert two.run(backward, "other") == [0.0, 0.0]
 
 

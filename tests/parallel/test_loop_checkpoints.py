@@ -60,7 +60,7 @@ def slowly(run):
     return releases.there
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(two, tmp_path):
+def test_training_continues_while_a_checkpoint_is_written(two, tmp_path):
     there = two.run(slowly, tmp_path / "run")
     assert there == [[".update-000000002.ckpt.partial"]] * 2  # after three updates it was still being written
     assert names(tmp_path / "run") == ["update-000000002.ckpt", "update-000000004.ckpt"]
@@ -134,7 +134,7 @@ def failing(run, where):
 
 
 @pytest.mark.parametrize("where", ["shard", "state"])
-def test_a_checkpoint_that_cannot_be_written_is_told_of_on_all_ranks(where, two, tmp_path):
+def test_failed_checkpoint_raises_on_all_ranks(where, two, tmp_path):
     rank = 1 if where == "shard" else 0
     message = (
         f"CheckpointError: a checkpoint could not be written to {tmp_path}/run/checkpoints/update-000000002.ckpt: "
@@ -371,7 +371,7 @@ def test_ranks_that_see_other_checkpoints(two, tmp_path):
     assert error.startswith(message) and error.endswith(". Use a directory on a shared file system.")
 
 
-def test_one_that_cannot_be_resumed_says_so_everywhere(two, tmp_path):
+def test_loader_that_cannot_be_resumed_raises_on_all_ranks(two, tmp_path):
     two.run(going_on, tmp_path / "run", 2)
     message = re.escape("CheckpointError: a run must be resumed with the optimizer it was saved with, AdamW; found SGD")
     assert all(re.match(message, error) for error in two.errors(resuming, tmp_path / "run"))

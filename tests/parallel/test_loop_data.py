@@ -156,7 +156,7 @@ def test_each_sample_once_in_the_order_of_one_process(name, size):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_rank_goes_on_in_the_middle(name):
+def test_rank_resumes_in_mid_epoch(name):
     whole = of(name, 1, 2)
     places, batches = [], []
     for batch, _ in whole.epoch(0):
@@ -192,7 +192,7 @@ def used(name, size, batches):
     [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow), (2, 3)],
 )
 @pytest.mark.parametrize("name", MOVABLE)
-def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
+def test_resume_with_another_number_of_ranks(name, before, after, monkeypatch):
     alone = read(of(name))
     for batches in (1, 2):
         seen, state, _ = used(name, before, batches)
@@ -208,7 +208,7 @@ def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name not in MOVABLE])
-def test_where_only_as_many_can_go_on(name, monkeypatch):
+def test_loaders_that_need_the_same_number_of_ranks(name, monkeypatch):
     _, state, resumable = used(name, 1, 1)
     monkeypatch.setattr(SingleProcess, "size", 2)
     kind = kind_name(resumable._adapter.kind)
@@ -241,7 +241,7 @@ class Numbers(Dataset):
     after=st.integers(1, 5),
     sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
 )
-def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, after, sizes):
+def test_resume_with_any_number_of_ranks_after_any_sample(samples, used, before, after, sizes):
     """Whatever the batches of those who were there before and of those who come."""
 
     def resumable(rank, size, batch):
@@ -376,7 +376,7 @@ def looked(kind):
     return read(resumable)
 
 
-def test_orders_that_differ_are_found_out(two):
+def test_different_orders_are_detected(two):
     message = (
         "DistributedError: every rank must iterate over the same samples in the same order, of which it takes its "
         "shard; found orders that differ between ranks. Let samplers and datasets draw random numbers from generators "

@@ -68,7 +68,7 @@ def losses(run):
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_only_those_who_live_meet(late):
+def test_group_has_only_ranks_that_are_alive(late):
     """In what an earlier start has left behind."""
     store = HashStore()
     agreed_before = _meet(store, late=None)
@@ -87,7 +87,7 @@ def _meet(store, late, size=3):
         return list(threads.map(come, range(size)))
 
 
-def test_who_meets_nobody_says_so():
+def test_timeout_without_other_ranks_is_reported():
     store = HashStore()
     store.set("id/1", "dead")
     message = "all 2 processes .* must join the rendezvous; found that rank 0 has waited for 0 seconds. Check the logs"
@@ -167,7 +167,7 @@ def test_the_command_line_starts_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_function_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
+def test_function_continues_from_the_last_checkpoint_after_a_rank_was_killed(tmp_path):
     """As under torchrun, with ranks that are forked and not started."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n{LAUNCHER}")
@@ -177,7 +177,7 @@ def test_a_function_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", [0, 6, 9, 13, 20])
-def test_a_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(update, tmp_path):
+def test_script_continues_from_the_last_checkpoint_after_a_rank_was_killed(update, tmp_path):
     run(*torchrun("--max-restarts", 1), SCRIPT, tmp_path / "killed", update)
     assert_went_on(tmp_path)
 

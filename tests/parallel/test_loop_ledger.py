@@ -76,7 +76,7 @@ def test_each_rank_writes_what_it_has_seen(two, alone, tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-def test_others_go_on_with_a_ledger(before, after, two, three, alone, tmp_path):
+def test_ledger_continues_with_another_number_of_ranks(before, after, two, three, alone, tmp_path):
     start = {1: lambda _, *given: recorded(*given), 2: two.run, 3: three.run}
     start[before](recorded, tmp_path / "run", 5)
     stray = shutil.copy(*(tmp_path / "run" / "samples" / name for name in (parts(tmp_path / "run")[0], _newer(before))))

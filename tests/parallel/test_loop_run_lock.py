@@ -98,7 +98,7 @@ def _smaller(run):
     shorter(run, 23, batch_size=3)
 
 
-def test_one_process_goes_on_with_what_two_have_begun(two, tmp_path):
+def test_one_process_resumes_a_run_of_two(two, tmp_path):
     two.run(begun, tmp_path)
     with pytest.raises(CheckpointError, match="sampler SequentialSampler instead of RandomSampler"):
         shorter(tmp_path, 23, shuffle=False)

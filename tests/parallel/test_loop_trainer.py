@@ -336,7 +336,7 @@ def undisturbed(tmp_path_factory):
     "stop", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow), 6]
 )
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow), (2, 3)])
-def test_others_go_on_where_ranks_have_left_off(before, after, stop, two, three, undisturbed, tmp_path):
+def test_resume_with_other_ranks(before, after, stop, two, three, undisturbed, tmp_path):
     run, (expected, updates) = undisturbed
     start = {1: lambda *given: [going_on(*given)], 2: lambda *given: two.run(going_on, *given)}
     start[3] = lambda *given: three.run(going_on, *given)
@@ -366,7 +366,7 @@ def is_dtensor(*ends):
     return parameters(made)
 
 
-def test_a_trainer_that_goes_on_in_the_middle_of_a_batch(two):
+def test_resume_in_the_middle_of_a_batch(two):
     expected = is_dtensor(9)
     for found in two.run(is_dtensor, 2, 3, 9):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -406,7 +406,7 @@ def test_what_ranks_share_is_saved_and_resumed(before, after, two, three, undist
     assert sum(tensor.numel() for tensor in read(best)["model"].values()) == len(expected)
 
 
-def test_as_many_ranks_go_on_to_the_last_bit(two, tmp_path):
+def test_resume_with_the_same_number_of_ranks_is_bit_identical(two, tmp_path):
     whole = two.run(going_on, tmp_path / "whole", 12, True, 0.3)
     for stop in (3, 7):
         two.run(going_on, tmp_path / "parts", stop, True, 0.3)
@@ -445,7 +445,7 @@ def stopped(run, how):
 
 
 @pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signaled, "stopped by SIGTERM")])
-def test_all_leave_after_the_same_update_and_can_come_back(how, reason, two, tmp_path):
+def test_all_ranks_stop_after_the_same_update_and_can_resume(how, reason, two, tmp_path):
     found = two.run(stopped, tmp_path / "run", how)
     assert [(why, updates) for why, updates, _ in found] == [(reason, 6)] * 2
     assert torch.equal(found[0][2], found[1][2])

@@ -222,7 +222,7 @@ def unshared():
     sw.Step(model, sgd(model), loss_fn)
 
 
-def test_models_that_nobody_shares_are_refused(two):
+def test_unwrapped_models_are_refused(two):
     message = (
         "DistributedError: ranks that train together must share a model; found 2 ranks and parallel=None. "
         "Use Step(..., parallel='ddp'), or pass a DistributedDataParallel."
@@ -353,7 +353,7 @@ def test_references_that_differ_are_refused(two):
     assert all(found.startswith(message) for found in two.errors(own_reference))
 
 
-def test_a_strategy_that_nobody_knows_is_refused():
+def test_unknown_parallel_modes_are_refused():
     with pytest.raises(ValueError, match=r"parallel must be None.*found 'dpp'"):
         sw.Step(net(), sw.sgd(0.1), loss_fn, parallel="dpp")
 
@@ -543,7 +543,7 @@ def going_on(interrupted, exchanged=False):
     return flat(model), [(update.samples, update.local_samples, update.loss) for update in updates], step.counters
 
 
-def test_ranks_go_on_with_their_windows(two):
+def test_windows_are_resumed(two):
     for found, expected in zip(two.run(going_on, True), two.run(going_on, False), strict=True):
         assert torch.equal(found[0], expected[0]) and found[1:] == expected[1:]
     message = (

@@ -133,7 +133,7 @@ def test_warnings_name_their_run(tmp_path, two):
     assert "second: " not in text
 
 
-def test_hostile_names(tmp_path, two):
+def test_html_in_names_is_escaped(tmp_path, two):
     evil = "</script><script>alert(1)</script>\"'<b>"
     write_run(two[0], WHOLE, about(evil, **{evil: evil}))
     for run in two:

@@ -503,7 +503,7 @@ def test_no_pyarrow(run, monkeypatch):
 EVIL = "</script><script>alert(1)</script><!-- \u2028\u2029 ' \" & <img src=x onerror=alert(2)> \x00"
 
 
-def test_hostile_strings_are_escaped(tmp_path):
+def test_html_in_strings_is_escaped(tmp_path):
     write_run(tmp_path, [train(1, **{EVIL: 1.0})], {**ABOUT, "name": EVIL})
     write_ledger(tmp_path, visits([EVIL, "b"], [2.0, 1.0], **{EVIL: pa.array([EVIL, "c"])}))
     write_previews(tmp_path, {EVIL: {"label": EVIL, "values": {EVIL: EVIL}}})

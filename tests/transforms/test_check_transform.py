@@ -243,5 +243,5 @@ def test_keys_that_break_a_rule(keys, message):
         sw.testing.check_transform(sw.group(keys), BATCH)
 
 
-def test_keys_of_ones_own():
+def test_custom_keys():
     sw.testing.check_transform(Grouping("own()", lambda batch: batch["user"]), BATCH)

@@ -115,7 +115,7 @@ def test_drop_of_more_than_there_are():
     exactly(sw.drop(smallest=9)(given(1.0, 2.0)), 0, 0)
 
 
-def test_drop_of_equals_takes_as_many_as_it_says():
+def test_drop_of_ties_drops_the_stated_number():
     assert sw.drop(largest=2)(given(1.0, 1.0, 1.0, 1.0)).sum() == 2
     assert sw.drop(smallest=3)(given(1.0, 1.0, 1.0, 1.0)).sum() == 1
 

@@ -32,7 +32,7 @@ def exactly(found, *wanted):
         (lambda *, batch, counts: batch["w"] * counts, {"batch", "counts"}, [1, 1, 24]),
     ],
 )
-def test_a_function_gets_what_it_names(function, needs, wanted):
+def test_functions_receive_the_arguments_they_name(function, needs, wanted):
     transform = sw.weight(function)
     assert transform.needs == needs
     exactly(transform(NUMBERS), *wanted)

@@ -31,9 +31,7 @@ def mypy(*options_and_paths):
     return {(ROOT / error["file"], error["line"]): error["message"] for error in errors}
 
 
-@pytest.mark.parametrize(
-    "check", [pytest.param(mypy, marks=pytest.mark.slow), pyright]
-)  # `make lint` runs mypy on public_types.py
+@pytest.mark.parametrize("check", [pytest.param(mypy, marks=pytest.mark.slow), pyright])  # mypy: `make lint` runs it
 def test_public_types(check):
     marked = [k for k, line in enumerate(WRONG.read_text().splitlines(), 1) if line.endswith("# wrong")]
     errors = check(RIGHT, WRONG)

@@ -1,4 +1,4 @@
-"""Mistakes as people make them: each gets its word, once; correct programs hear nothing."""
+"""Common mistakes in a training script: one message for each, once; none for correct scripts."""
 
 import copy
 import itertools

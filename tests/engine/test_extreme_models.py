@@ -33,7 +33,7 @@ def outputs(name, model, x):
 @pytest.mark.parametrize("strategy", ["fused", "twice", "full"])
 @pytest.mark.parametrize("size", [1e-12, 1e-21, 1e-26, 1e-30])
 @pytest.mark.parametrize("name", CASES)
-def test_norms_of_faint_gradients(name, size, strategy):
+def test_norms_of_small_gradients(name, size, strategy):
     model, x = CASES[name]()
     model, x = model.float(), x.float() if x.is_floating_point() else x
     weights = torch.tensor([size, 1, 0, size * 7, size])
@@ -47,14 +47,14 @@ def test_norms_of_faint_gradients(name, size, strategy):
 
 
 @pytest.mark.parametrize("size", [1e-160, 1e-200, 1e-280])
-def test_norms_of_faint_gradients_in_double(size):
+def test_norms_of_small_gradients_in_float64(size):
     layer, x = nn.Linear(6, 4).double(), noise(5, 6).double()
     losses = layer(x).square().sum(1)
     found = sw.gradients(losses * size, layer).norms()
     torch.testing.assert_close(found / size, sw.gradients(losses, layer).norms(), rtol=1e-9, atol=0)
 
 
-def test_a_layer_that_is_faint_beside_others():
+def test_layer_with_small_gradients_beside_others():
     model, x = Net(None, a=nn.Linear(6, 4), b=nn.Linear(6, 4)), noise(5, 6).float()
     model = model.float()
     losses = model.a(x).square().sum(1) * 1e-25 + model.b(x).square().sum(1)

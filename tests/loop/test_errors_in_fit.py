@@ -1,4 +1,4 @@
-"""What is left behind when something raises, when the disk is full, and when somebody wants us to leave."""
+"""State after an error in fit, after a full disk, and after a signal."""
 
 import errno
 import os
@@ -63,7 +63,7 @@ def test_a_metric_that_raises_leaves_the_modes(tmp_path):
     assert all(module.training for module in trainer.model.modules())
 
 
-def test_after_a_callback_raised_one_can_go_on():
+def test_fit_continues_after_a_callback_raised():
     class Once:
         raised = False
 
@@ -91,7 +91,7 @@ def test_a_run_that_is_a_file(tmp_path):
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_what_cannot_be_saved_is_told_before_training(tmp_path):
+def test_state_that_cannot_be_saved_raises_before_training(tmp_path):
     class Strange:
         def on_update(self):
             raise AssertionError("trained")
@@ -105,7 +105,7 @@ def test_what_cannot_be_saved_is_told_before_training(tmp_path):
         make(tmp_path, [Strange()]).fit(loader(), epochs=1)
 
 
-def test_a_missing_library_is_told_before_training(tmp_path, monkeypatch):
+def test_missing_library_raises_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     trainer = make(tmp_path)
     with pytest.raises(ImportError, match="checkpoints need safetensors"):
