@@ -32,8 +32,8 @@ TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycach
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
-	@echo 'make test        lint, then run the tests'
-	@echo 'make test-all    lint, then run all tests, including the slow ones'
+	@echo 'make test        lint and run the tests'
+	@echo 'make test-all    lint and run all tests, including the slow ones'
 	@echo 'make test-integrations'
 	@echo '                 run all tests with Hugging Face, TRL, peft, Lightning, Accelerate and the backends of Keras'
 	@echo 'make test-torch  run the tests with another torch version, for example TORCH=2.8.0'
@@ -103,11 +103,20 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 demo: $(DEV)
 	@$(PY) -m samplewise.cli.demo
 
-test: lint
+# Lint runs beside the tests: mypy uses one core for half a minute.
+test: $(DEV)
+	@$(MAKE) --no-print-directory -j 2 lint pytest
+
+test-all: $(DEV)
+	@$(MAKE) --no-print-directory -j 2 lint pytest-all
+
+.PHONY: pytest pytest-all
+
+pytest:
 	$(PY) -m pytest -q -n 2
 
 # -m overrides the marker expression in pyproject.toml.
-test-all: lint
+pytest-all:
 	$(PY) -m pytest -q -n 2 -m 'not site' --hypothesis-profile=explore
 
 test-integrations: $(FRAMEWORKS)/.installed
