@@ -1,5 +1,6 @@
 """Settings of all tests: one thread per worker, a fixed seed, no network, one compilation per graph."""
 
+import gc
 import hashlib
 import math
 import multiprocessing
@@ -145,6 +146,11 @@ def _mark_sweeps(items):
 def pytest_collection_modifyitems(items):
     _mark_sweeps(items)
     items.sort(key=lambda item: _group(item.nodeid) not in GROUPS.values())
+
+
+def pytest_collection_finish():
+    """Leave the tests and modules, about a million objects, out of garbage collections: each would take a second."""
+    gc.freeze()
 
 
 # --------------------------------------------------------------------------------------------------------- summary
