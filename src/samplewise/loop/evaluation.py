@@ -75,7 +75,7 @@ class Evaluator:
                 f"forward must be a function (model, batch) -> outputs; found {type(forward).__name__}. Pass for "
                 "example lambda model, batch: model(batch[0])."
             )
-        if self._step._sharded:  # each pass is a collective: a rank that has finished serves the others
+        if not self._step._passes_alone:  # a rank that has finished serves the others
             return on_every_rank(lambda: self._predict(loader, forward))
         return self._predict(loader, forward)
 

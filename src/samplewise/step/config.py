@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.core.memory import Auto, as_microbatch
 from samplewise.errors import NonFiniteGradientError
-from samplewise.parallel.selection import ParallelArgument
+from samplewise.parallel.launch import ParallelArgument
 from samplewise.step.amp import AUTOCAST_DTYPES, Precision
 from samplewise.step.functional_optim import GradientDescent
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy

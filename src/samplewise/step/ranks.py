@@ -13,9 +13,9 @@ from samplewise.core.memory import Auto
 from samplewise.core.state import Buffers
 from samplewise.errors import DistributedError, NonFiniteLossError
 from samplewise.parallel import collectives
+from samplewise.parallel.launch import select_mode
 from samplewise.parallel.mode import Parallel
 from samplewise.parallel.ranks import nonfinite_elsewhere
-from samplewise.parallel.selection import select_mode
 from samplewise.step.config import StepConfig
 from samplewise.step.nonfinite import NO_DENOMINATOR, problem_of_counts, problem_of_losses
 from samplewise.step.parameters import TrainedParameters

@@ -24,7 +24,7 @@ from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.parallel.collectives import errors_on_all_ranks
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig
-from samplewise.parallel.selection import join_ranks
+from samplewise.parallel.launch import join_ranks
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import MixedPrecision
@@ -434,9 +434,9 @@ class Step(CheckedAttributes):
         self._windows.begin()
 
     @property
-    def _sharded(self) -> bool:
-        """True if each rank has a shard of the parameters. Forward passes of the model are then collectives."""
-        return self._windows.ranks.sharded
+    def _passes_alone(self) -> bool:
+        """False if forward passes of the model contain collectives, because each rank has a shard of the parameters."""
+        return self._windows.ranks.passes_alone
 
     # --- compilation -----------------------------------------------------------------------------------------------
 
