@@ -28,9 +28,8 @@ from samplewise.errors import DistributedError
 from samplewise.parallel import collectives
 from samplewise.parallel.ddp import DDP
 from samplewise.parallel.fsdp import FSDP, FSDPConfig, fsdp, shard
-from samplewise.parallel.mode import Parallel
+from samplewise.parallel.mode import Parallel, Single
 from samplewise.parallel.sharded_parameters import is_sharded
-from samplewise.parallel.single import Single
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets
 ONE_DEVICE = ("cpu", "mps")  # types of which a machine has one device, without a communication library of its own

@@ -1,8 +1,9 @@
-"""Base class of the modes: how the ranks of a step hold its model, share its windows and sum its gradients.
+"""Modes of a step: how its ranks hold the model, share windows and sum gradients. Base class, and mode of one process.
 
-    Single   one process, nothing to exchange              (single.py)
-    DDP      every rank has the whole model                (ddp.py)
-    FSDP     every rank has a shard of each parameter      (fsdp.py)
+    Single      one process: windows are complete when they have their samples, and nothing is exchanged
+    Ranks       several ranks                                   (ranks.py)
+    ├── DDP     every rank has the whole model                  (ddp.py)
+    └── FSDP    every rank has a shard of each parameter        (fsdp.py)
 
 A step asks its mode every question about processes. All ranks must call the methods that are marked as collective, in
 the same order.
@@ -14,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 from samplewise.core.losses import LossFn
 from samplewise.core.state import Buffers
 from samplewise.errors import DistributedError
+from samplewise.parallel import collectives
 
 
 class SumFunction(Protocol):
@@ -248,3 +251,73 @@ class Parallel(ABC):
                 "the state of an open window must be loaded by the same rank of the same number of ranks; found the "
                 f"state of rank {rank} of {size} on rank {self.rank} of {self.size}. Save one file per rank."
             )
+
+
+class Single(Parallel):
+    """One process: no collectives."""
+
+    exchanges = False
+
+    def not_compiled(self, compile: bool | str) -> str | None:
+        return None
+
+    def check_optimizer(self, names: Iterable[str], optimizer: Any) -> None:
+        """Do nothing: there is one optimizer."""
+
+    @property
+    def outdated(self) -> bool:
+        return collectives.size() > 1
+
+    def check_group(self) -> None:
+        if collectives.size() > 1:
+            raise DistributedError(
+                f"the process group must exist before the step is created; found {collectives.size()} ranks and a step "
+                "that was created for one process. Call init_process_group() before Step(...)."
+            )
+
+    def share(self, samples: int | None) -> float:
+        return inf if samples is None else samples
+
+    def follow_samples(self, window: RankWindow) -> None:
+        window.share = None  # follows `samples`
+
+    def agree(self, window: RankWindow, samples: int | None, tail: str, ended: bool = False) -> bool:
+        self.all_ended = ended
+        if self._empty_updates and not ended:
+            return True
+        if ended and tail != "update":
+            return False
+        return window.open and (ended or samples is None or window.samples >= samples)
+
+    def next_pass(self, window: RankWindow, samples: int | None) -> None:
+        """Do nothing: samples are not numbered over ranks."""
+
+    def positions(self, samples: int) -> Tensor:
+        return torch.arange(samples)
+
+    def refresh_totals(self, window: RankWindow) -> None:
+        """Do nothing: sums are computed when they are read."""
+
+    def reduce_gradients(self, named: Mapping[str, Tensor], owned: Mapping[str, Tensor], buffers: Buffers) -> None:
+        """Do nothing: `.grad` holds the sum."""
+
+    def sums(self, *numbers: float | Tensor) -> list[float]:
+        return [float(number) for number in numbers]
+
+    def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
+        transform.act(gradients)
+
+    def announce(self, error: Exception) -> None:
+        """Do nothing: there are no other ranks."""
+
+    def check_saved(self, window: RankWindow) -> None:
+        """Do nothing: the state contains the window."""
+
+    def epoch_state(self) -> list[int]:
+        return []
+
+    def load_epoch_state(self, state: Sequence[int]) -> None:
+        """Do nothing: samples are not numbered over ranks."""
+
+    def load_window_state(self, state: dict[str, Any], window: RankWindow) -> None:
+        """Do nothing: the window has no share."""
