@@ -409,7 +409,7 @@ def test_what_cannot_be_exact_is_refused(two, what, message):
 
 def asked():
     model = sharded()
-    mine = own_batches(17)[0]
+    mine = own_batches(8)[0]  # as many on each rank: the engine verifies a graph in passes whose number depends on it
     with pytest.raises(
         sw.GraphError, match=r"the losses must be computed with the sharded model; found that it never gather"
     ):
@@ -429,12 +429,13 @@ def test_gradients_have_the_names_and_shapes_of_the_model(two):
     g = sw.gradients(loss_fn(model, data()), model)
     for rank, (names, norms, own, full, grads) in enumerate(two.run(asked)):
         mine = torch.zeros(17, dtype=torch.float64)
-        mine[rank::2] = 1
+        mine[rank:16:2] = 1
         assert names == g.names
-        torch.testing.assert_close(norms, g.norms()[rank::2])
+        torch.testing.assert_close(norms, g.norms()[rank:16:2])
         torch.testing.assert_close(own, g.sum(mine))
-        torch.testing.assert_close(full["0.weight"], g["0.weight"][rank::2])
-        torch.testing.assert_close(grads, [total / 2 for total in g.sum().values()])  # fully_shard takes the mean
+        torch.testing.assert_close(full["0.weight"], g["0.weight"][rank:16:2])
+        of_both = g.sum((torch.arange(17) < 16).double())
+        torch.testing.assert_close(grads, [total / 2 for total in of_both.values()])  # fully_shard takes the mean
 
 
 def elsewhere():
