@@ -200,7 +200,7 @@ class PerSampleAccumulator(Accumulator):
         """
         large = self.evaluator.with_large_terms(g, coefficients)
         if large:
-            if not (self.exchanges or not self.ranks.passes_alone):
+            if self.ranks.passes_alone and not self.exchanges:
                 raise LargeTerms(large)
             self.left_out += len(large)
             coefficients = _without(coefficients, large, g)
