@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samplewise.core.means import WeightedMean
-from samplewise.parallel.group import SINGLE_PROCESS
+from samplewise.parallel import collectives
 
 
 def test_the_mean_is_a_quotient_of_sums():
@@ -15,7 +15,7 @@ def test_the_mean_is_a_quotient_of_sums():
     mean.add(torch.tensor([4.0]))
     mean.add_sum(5.0, 5)
     assert mean.value() == pytest.approx(12 / 10)
-    assert mean.all_reduce(SINGLE_PROCESS).value() == mean.value()
+    assert mean.all_reduce(collectives).value() == mean.value()
 
 
 def test_numbers_are_added_one_after_the_other():

@@ -13,7 +13,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSamp
 
 from samplewise.core.progress import with_progress
 from samplewise.engine.ownership.independence import storage_of
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 
 Checkpoint = tuple[Mapping[str, Any], float]  # (state_dict of the model, learning rate at that time)
 Result = TypeVar("Result")
@@ -88,16 +89,12 @@ def map_over_ranks(
 
     what: name of the pass, whose progress is shown on stderr; default: nothing is shown
     """
-    group = current_group()
     check_has_all_samples(loader)
     batches = iter(_with_progress(loader, what))
-    if not group.distributed:
-        yield from map(compute, batches)
-        return
-    while turn := list(islice(batches, group.size)):
-        share = turn[group.rank : group.rank + 1]  # empty if the last turn has fewer batches than ranks
+    while turn := list(islice(batches, collectives.size())):
+        share = turn[collectives.rank() : collectives.rank() + 1]  # empty if the last turn has fewer batches than ranks
         results = on_every_rank(lambda share=share: [compute(batch) for batch in share])  # type: ignore[misc]
-        yield from (result for results in group.all_gather_object(results) for result in results)
+        yield from (result for results in collectives.all_gather_object(results) for result in results)
 
 
 def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tuple[int, Any]]:
@@ -105,24 +102,23 @@ def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tu
 
     what: as in `map_over_ranks`
     """
-    group = current_group()
     check_has_all_samples(loader)
-    if group.distributed:
+    if collectives.size() > 1:
         check_order(loader, "Use shuffle=False, so that all ranks have the same batches.")
     return (
         (number, batch)
         for number, batch in enumerate(_with_progress(loader, what))
-        if number % group.size == group.rank
+        if number % collectives.size() == collectives.rank()
     )
 
 
 def _with_progress(loader: Iterable[Any], what: str | None) -> Iterable[Any]:
-    return loader if what is None or current_group().rank else with_progress(loader, f"{what}, batches")
+    return loader if what is None or collectives.rank() else with_progress(loader, f"{what}, batches")
 
 
 def check_has_all_samples(loader: Iterable[Any]) -> None:
     """Raise if there are several ranks and the loader has the samples of one."""
-    if current_group().distributed and any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
+    if collectives.size() > 1 and any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
         raise ValueError(
             "every rank must pass a loader of all samples, which are divided among the ranks here; found a loader with "
             "a DistributedSampler, which has the samples of one rank. Remove the sampler."

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 SAMPLES = 17
 
@@ -90,15 +90,15 @@ TRANSFORMS = {
 
 def wrapped(model, how):
     """On ranks: a model that rank 0 must give to the others, or one that was."""
-    if not current_group().distributed:
+    if collectives.size() == 1:
         return model, None
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(current_group().rank)
+            p.add_(collectives.rank())
     if how == "ddp":
         return DistributedDataParallel(model), None
     if how == "sharded":
-        current_group().broadcast_bucketed_(list(model.parameters()))
+        collectives.broadcast_bucketed_(list(model.parameters()))
         for module in (model[0], model[3], model):
             fully_shard(module)
         return model, None
@@ -107,13 +107,13 @@ def wrapped(model, how):
 
 def in_places(batch, samples=None, tail="update", **_):
     """Samples of every window, and of all of them together, if none is shorter, for weights by place."""
-    number = min(samples or batch * current_group().size, SAMPLES)
+    number = min(samples or batch * collectives.size(), SAMPLES)
     return number, SAMPLES if tail == "carry" else SAMPLES // number * number
 
 
 def own_batches(batch, parts=None):
     """This rank's samples in batches of so many."""
-    own = [part[current_group().rank :: current_group().size] for part in (parts or data())]
+    own = [part[collectives.rank() :: collectives.size()] for part in (parts or data())]
     return list(zip(*(part.split(batch) for part in own), strict=True))
 
 

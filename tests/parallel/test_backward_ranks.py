@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.parallel import ddp
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives, ddp
 
 SAMPLES = 16  # the ranks have equally many
 
@@ -32,7 +31,7 @@ class Skipping(nn.Module):
 
 def wrapped(how):
     model = Skipping() if how == "unused parameters" else net()
-    if not current_group().distributed:
+    if collectives.size() == 1:
         return model
     if how == "sharded":
         for module in (model[0], model[3], model):
@@ -51,7 +50,7 @@ def grads(how, scalar, transforms, passes=1, through=None):
     """Gradients by name, and the norms and weights of this rank, after passes over parts of the samples."""
     model = wrapped(how)
     transforms = TRANSFORMS[transforms](model)
-    own = slice(current_group().rank, SAMPLES, current_group().size)
+    own = slice(collectives.rank(), SAMPLES, collectives.size())
     mine = []
     for k, (x, y) in enumerate(zip(*(part[own].chunk(passes) for part in data()[:2]), strict=True)):
         last = k == passes - 1
@@ -122,7 +121,7 @@ def late_import(passed):
     try:
         given = {"wrapper": model, "module": model.module, "tensors": list(model.parameters())}[passed]
         x, y, *_ = data()
-        own = slice(current_group().rank, SAMPLES, current_group().size)
+        own = slice(collectives.rank(), SAMPLES, collectives.size())
         losses = F.cross_entropy(model(x[own]), y[own], reduction="none")
         sw.backward(losses, given, denominator=len(losses))
     finally:

@@ -6,47 +6,46 @@ from ranks import Ranks, give_up_after
 
 from samplewise.errors import DistributedError
 from samplewise.parallel import collectives
-from samplewise.parallel.group import current_group
 
 # ------------------------------------------------------------------------------------------------------------ alone
 
 
 def test_one_process_talks_to_itself():
-    assert (current_group().distributed, current_group().rank, current_group().size) == (False, 0, 1)
+    assert (collectives.size() > 1, collectives.rank(), collectives.size()) == (False, 0, 1)
     tensor = torch.tensor([1.0, 2.0])
     with collectives.counted() as traffic:
-        assert current_group().all_reduce_(tensor) is tensor and current_group().broadcast_(tensor) is tensor
-        assert current_group().all_gather_rows(tensor).tolist() == [1.0, 2.0]
+        assert collectives.all_reduce_(tensor) is tensor and collectives.broadcast_(tensor) is tensor
+        assert collectives.all_gather_rows(tensor).tolist() == [1.0, 2.0]
         assert (
-            current_group().all_gather_object("a") == ["a"]
-            and current_group().broadcast_object("a") == "a"
-            and current_group().all_equal("a")
+            collectives.all_gather_object("a") == ["a"]
+            and collectives.broadcast_object("a") == "a"
+            and collectives.all_equal("a")
         )
-        assert current_group().all_reduce_scalars(2, torch.tensor(3.0)) == [2.0, 3.0]
-        current_group().barrier()
-        current_group().barrier()
+        assert collectives.all_reduce_scalars(2, torch.tensor(3.0)) == [2.0, 3.0]
+        collectives.barrier()
+        collectives.barrier()
     assert not traffic.calls
     with pytest.raises(ValueError, match="mine"):
-        current_group().barrier(ValueError("mine"))
+        collectives.barrier(ValueError("mine"))
 
 
 # --------------------------------------------------------------------------------------------------------- together
 
 
 def exchanged():
-    me = current_group().rank
+    me = collectives.rank()
     return (
-        (current_group().distributed, me, current_group().size),
-        current_group().all_reduce_(torch.tensor([float(me), 1.0])).tolist(),
-        current_group().all_gather_rows(torch.arange(me * 2).reshape(me, 2) + 10 * me).tolist(),
-        [len(part) for part in current_group().all_gather_tensors(torch.zeros(me))],
-        len(current_group().all_gather_rows(torch.zeros(0))),
-        current_group().broadcast_(torch.tensor([me]), source=1).item(),
-        current_group().all_gather_object({"rank": me, "text": "x" * me}),
-        current_group().broadcast_object("from 0" if me == 0 else "nothing"),
-        current_group().broadcast_object(["from", me], source=1),
-        (current_group().all_equal("equal"), current_group().all_equal(me)),
-        current_group().all_reduce_scalars(me, torch.tensor(0.5), 1),
+        (collectives.size() > 1, me, collectives.size()),
+        collectives.all_reduce_(torch.tensor([float(me), 1.0])).tolist(),
+        collectives.all_gather_rows(torch.arange(me * 2).reshape(me, 2) + 10 * me).tolist(),
+        [len(part) for part in collectives.all_gather_tensors(torch.zeros(me))],
+        len(collectives.all_gather_rows(torch.zeros(0))),
+        collectives.broadcast_(torch.tensor([me]), source=1).item(),
+        collectives.all_gather_object({"rank": me, "text": "x" * me}),
+        collectives.broadcast_object("from 0" if me == 0 else "nothing"),
+        collectives.broadcast_object(["from", me], source=1),
+        (collectives.all_equal("equal"), collectives.all_equal(me)),
+        collectives.all_reduce_scalars(me, torch.tensor(0.5), 1),
     )
 
 
@@ -69,11 +68,11 @@ def test_what_is_exchanged(three):
 
 def counted():
     with collectives.counted() as traffic:
-        current_group().all_reduce_(torch.zeros(10))
-        current_group().all_reduce_(torch.zeros(3, dtype=torch.float64))
-        current_group().all_gather_rows(torch.zeros(current_group().rank))
-        current_group().all_reduce_scalars(1)
-    current_group().all_reduce_(torch.zeros(1000))
+        collectives.all_reduce_(torch.zeros(10))
+        collectives.all_reduce_(torch.zeros(3, dtype=torch.float64))
+        collectives.all_gather_rows(torch.zeros(collectives.rank()))
+        collectives.all_reduce_scalars(1)
+    collectives.all_reduce_(torch.zeros(1000))
     return dict(traffic.calls), dict(traffic.bytes)
 
 
@@ -87,12 +86,12 @@ def test_collectives_and_their_bytes_are_counted(two):
 
 
 def one_fails():
-    problem = ValueError("a bad batch") if current_group().rank == 1 else None
+    problem = ValueError("a bad batch") if collectives.rank() == 1 else None
     try:
-        current_group().all_reduce_scalars(7, error=problem)
+        collectives.all_reduce_scalars(7, error=problem)
     except Exception as error:
-        current_group().barrier()  # the ranks are still in step
-        current_group().barrier(error)  # whoever tells of it again does not meet anybody
+        collectives.barrier()  # the ranks are still in step
+        collectives.barrier(error)  # whoever tells of it again does not meet anybody
     return "went on"
 
 
@@ -107,8 +106,8 @@ def test_an_error_of_one_rank_is_raised_on_all(three):
 
 def one_stays_away():
     give_up_after(1.0)
-    if current_group().rank == 0:
-        current_group().all_reduce_(torch.zeros(1))
+    if collectives.rank() == 0:
+        collectives.all_reduce_(torch.zeros(1))
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_ever():

@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.parallel import collectives
-from samplewise.parallel.group import current_group
 from samplewise.step.compiled import inductor, program_cache
 
 
@@ -161,7 +160,7 @@ def unequal():
     def losses(model, batch):
         return torch.where(batch[2] == 9, torch.nan, loss_fn(model, batch)) * factor[0]
 
-    if current_group().rank == 1:
+    if collectives.rank() == 1:
         model[0].register_forward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = sw.Step(
@@ -190,9 +189,9 @@ class PassingHook:
     """A hook on the model of rank 1, while updates could be compiled for the first time."""
 
     def on_update(self, trainer, update):
-        if current_group().rank == 1 and update.index == 0:
+        if collectives.rank() == 1 and update.index == 0:
             self.handle = trainer.model[0].register_forward_hook(lambda *_: None)
-        elif current_group().rank == 1 and update.index == 1:
+        elif collectives.rank() == 1 and update.index == 1:
             self.handle.remove()
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samplewise.parallel import release
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives, release
 
 SCRIPT = Path(__file__).with_name("leaving.py")
 CODES = {"fails": 1, "is interrupted": -signal.SIGINT}
@@ -34,7 +33,7 @@ def held_until_all_came():
     """Rank 1 comes when rank 0 has counted: until then the group of rank 0 holds on to what nobody else does."""
     release.drain_pending()
     store = dist.distributed_c10d._get_default_store()
-    if current_group().rank == 1:
+    if collectives.rank() == 1:
         store.wait(["rank 0 has counted"])
     dist.all_reduce(release.handed_over(torch.zeros(3)), async_op=True)
     held = len(release._held)

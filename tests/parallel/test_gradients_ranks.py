@@ -6,7 +6,7 @@ from spread_models import data, loss_fn, net, own_batches
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 
 def asked(wrap):
@@ -73,7 +73,7 @@ def test_backward_of_an_unwrapped_model_is_local(two):
 
 def names():
     model = DistributedDataParallel(net())
-    return current_group().all_gather_object(sw.gradients(loss_fn(model, data()), model).names)
+    return collectives.all_gather_object(sw.gradients(loss_fn(model, data()), model).names)
 
 
 def test_names_are_the_models(two):

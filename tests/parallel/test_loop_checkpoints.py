@@ -19,7 +19,7 @@ from samplewise.errors import CheckpointError, CheckpointWarning, TrainingWarnin
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint, SetLR
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.directory import Checkpoints
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 
 def names(run):
@@ -125,7 +125,7 @@ def failing(run, where):
 
     name, rank = {"shard": ("write_shard", 1), "state": ("write_state", 0)}[where]
     original = getattr(io, name)
-    if current_group().rank == rank:
+    if collectives.rank() == rank:
         setattr(io, name, fail)
     try:
         trainer(run, [ModelCheckpoint(every="2up")]).fit(loader(), updates=4)
@@ -151,7 +151,7 @@ class Odd(torch.optim.SGD):
     """Has another state on each rank."""
 
     def state_dict(self):
-        return {**super().state_dict(), "rank": current_group().rank}
+        return {**super().state_dict(), "rank": collectives.rank()}
 
 
 def odd(run):
@@ -347,7 +347,7 @@ def resuming(run):
 
 
 def elsewhere(run):
-    trainer(run / str(current_group().rank)).fit(loader(), updates=1)
+    trainer(run / str(collectives.rank())).fit(loader(), updates=1)
 
 
 def test_ranks_that_do_not_share_a_disk(two, tmp_path):
@@ -359,7 +359,7 @@ def test_ranks_that_do_not_share_a_disk(two, tmp_path):
 
 
 def resuming_elsewhere(run):
-    trainer(run / str(current_group().rank)).fit(loader(), updates=2, resume=True)
+    trainer(run / str(collectives.rank())).fit(loader(), updates=2, resume=True)
 
 
 def test_ranks_that_see_other_checkpoints(two, tmp_path):

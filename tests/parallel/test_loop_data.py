@@ -26,7 +26,7 @@ from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.data.adapters import kind_name
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.sharding import RankShard, ShardedBatches
-from samplewise.parallel.group import SingleProcess, current_group
+from samplewise.parallel import collectives
 
 SAMPLES = 23
 
@@ -199,8 +199,8 @@ def test_resume_with_another_number_of_ranks(name, before, after, monkeypatch):
         assert seen == alone[: len(seen)]
         rest = []
         for rank in range(after):
-            monkeypatch.setattr(SingleProcess, "size", after)
-            monkeypatch.setattr(SingleProcess, "rank", rank)
+            monkeypatch.setattr(collectives, "size", lambda: after)
+            monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
             resumable = of(name, rank, after)
             resumable.load(state, 0)
             rest.append(read(resumable))
@@ -210,7 +210,7 @@ def test_resume_with_another_number_of_ranks(name, before, after, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in LOADERS if name not in MOVABLE])
 def test_loaders_that_need_the_same_number_of_ranks(name, monkeypatch):
     _, state, resumable = used(name, 1, 1)
-    monkeypatch.setattr(SingleProcess, "size", 2)
+    monkeypatch.setattr(collectives, "size", lambda: 2)
     kind = kind_name(resumable._adapter.kind)
     message = (
         f"inside an epoch, a run with {kind} must be resumed with the number of ranks it was saved with, 1; found 2. "
@@ -264,8 +264,8 @@ def test_resume_with_any_number_of_ranks_after_any_sample(samples, used, before,
     rest = []
     for rank in range(after):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SingleProcess, "size", after)
-            patch.setattr(SingleProcess, "rank", rank)
+            patch.setattr(collectives, "size", lambda: after)
+            patch.setattr(collectives, "rank", lambda rank=rank: rank)
             other = resumable(rank, after, sizes[1] if after != before else sizes[0])
             other.load(state, 0)
             rest.append(read(other))
@@ -290,8 +290,9 @@ def test_a_stream_with_workers_is_divided_in_each_of_them():
 
 
 def test_ranks_with_samples_of_their_own_stay_as_many(monkeypatch):
-    monkeypatch.setattr(SingleProcess, "size", 2)
     _, state, _ = used("in order", 1, 1)
+    monkeypatch.setattr(collectives, "size", lambda: 2)
+    monkeypatch.setattr(collectives, "rank", lambda: 0)
     with pytest.raises(CheckpointError, match=r"inside an epoch, .* must be resumed with the number of ranks it"):
         ResumableLoader(sw.already_sharded(LOADERS["in order"]()), seed=5).load(state, 0)
 
@@ -351,7 +352,7 @@ class OwnOrder:
     """A sampler that draws from where nobody can seed it."""
 
     def __iter__(self):
-        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(current_group().rank)).tolist())
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(collectives.rank())).tolist())
 
     def __len__(self):
         return SAMPLES
@@ -359,19 +360,19 @@ class OwnOrder:
 
 class OwnStream(IterableDataset):
     def __iter__(self):
-        return iter([(100 * current_group().rank + i, 0.0) for i in range(SAMPLES)])
+        return iter([(100 * collectives.rank() + i, 0.0) for i in range(SAMPLES)])
 
 
 def looked(kind):
     loader = {
         "sampler": lambda: DataLoader(Samples(), batch_size=4, sampler=OwnOrder()),
         "stream": lambda: DataLoader(OwnStream(), batch_size=4),
-        "list": lambda: [(torch.arange(4) + current_group().rank, torch.zeros(4))],
+        "list": lambda: [(torch.arange(4) + collectives.rank(), torch.zeros(4))],
         "fine": LOADERS["shuffled"],
         "fine stream": LOADERS["a stream"],
         "fine list": ready_made,
     }[kind]()
-    resumable = ResumableLoader(loader, 0, shard=RankShard(current_group().rank, current_group().size))
+    resumable = ResumableLoader(loader, 0, shard=RankShard(collectives.rank(), collectives.size()))
     resumable.prefetch(0)
     return read(resumable)
 

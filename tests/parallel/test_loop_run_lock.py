@@ -9,7 +9,7 @@ from test_loop_trainer import loader, trainer
 
 from samplewise.errors import CheckpointError
 from samplewise.loop.run_dir import run_lock
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 
 class Looks:
@@ -25,7 +25,7 @@ class Looks:
 def fitted(run):
     looks = Looks(run)
     reason = trainer(run, [looks]).fit(loader(), epochs=1).reason
-    current_group().barrier()
+    collectives.barrier()
     return reason, looks.holders, os.getpid(), (Path(run) / "run.lock").exists()
 
 
@@ -51,7 +51,7 @@ def loses_it(run):
     class Loses:
         def on_update(self):
             (Path(run) / "run.lock").unlink(missing_ok=True)
-            current_group().barrier()
+            collectives.barrier()
 
     trainer(run, [Loses()]).fit(loader(), epochs=1)
 
@@ -65,7 +65,7 @@ def test_a_lost_lock_ends_all_ranks(two, tmp_path):
 def fails(run, where):
     class Fails:
         def on_update(self):
-            if current_group().rank == where:
+            if collectives.rank() == where:
                 raise ValueError("no")
 
     trainer(run, [Fails()]).fit(loader(), epochs=1)

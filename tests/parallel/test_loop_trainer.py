@@ -20,7 +20,7 @@ from samplewise.loop.checkpoint.directory import Checkpoints
 from samplewise.loop.checkpoint.io import read
 from samplewise.loop.events import EVENTS
 from samplewise.loop.loggers import CSV
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 SAMPLES = 23
 
@@ -39,7 +39,7 @@ def loader(samples=SAMPLES, **options):
 def trainer(
     run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, dropout=0.0, parallel="ddp", **options
 ):
-    torch.manual_seed(7 + current_group().rank)  # the ranks' models are made equal by the step
+    torch.manual_seed(7 + collectives.rank())  # the ranks' models are made equal by the step
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples, transforms=transforms, parallel=parallel)
@@ -158,7 +158,7 @@ def test_torchmetrics_needs_a_batch_on_every_rank(two):
 def divided_before(run):
     """By torch's sampler, which repeats a sample where shares would not be equal."""
     made = trainer(run, samples=None)
-    sampler = DistributedSampler(data(), current_group().size, current_group().rank, shuffle=False)
+    sampler = DistributedSampler(data(), collectives.size(), collectives.rank(), shuffle=False)
     made.fit(sw.already_sharded(DataLoader(data(), batch_size=4, sampler=sampler)), epochs=1)
     return made.step.counters.samples, made.step.counters.updates, parameters(made)
 
@@ -191,7 +191,7 @@ def test_streams_without_a_length(two):
 def all_at_one_rank():
     """What is divided before may leave a rank with nothing."""
     made = trainer()
-    own = sw.already_sharded(loader(batch_size=SAMPLES, shuffle=False) if current_group().rank == 0 else [])
+    own = sw.already_sharded(loader(batch_size=SAMPLES, shuffle=False) if collectives.rank() == 0 else [])
     made.fit(own, validate=own, epochs=2)
     return parameters(made)
 
@@ -216,7 +216,7 @@ def test_a_rehearsal_is_the_first_update_of_all_ranks(samples, used, two, tmp_pa
 
 def rehearsed_at_one_rank():
     made = trainer(samples=6)
-    own = sw.already_sharded(loader() if current_group().rank == 0 else [])
+    own = sw.already_sharded(loader() if collectives.rank() == 0 else [])
     made.fit(own, validate=own, epochs=1, fast_dev_run=True)
     return made.step.counters.updates, made.step.counters.samples
 
@@ -242,7 +242,7 @@ def wrapped(run, epochs):
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    shared = nn.parallel.DistributedDataParallel(model) if current_group().distributed else model
+    shared = nn.parallel.DistributedDataParallel(model) if collectives.size() > 1 else model
     made = sw.Trainer(
         sw.Step(shared, optimizer, nn.CrossEntropyLoss(), 6), run, progress=False, device="cpu", metrics={"a": accuracy}
     )
@@ -426,7 +426,7 @@ class Asks:
         self.rank, self.update, self.how = rank, update, how
 
     def on_update(self, trainer, update):
-        if current_group().rank == self.rank and update.index == self.update:
+        if collectives.rank() == self.rank and update.index == self.update:
             self.how(trainer)
 
 
@@ -465,7 +465,7 @@ class Killed(Dataset):
         return len(self.data)
 
     def __getitem__(self, i):
-        if i == self.number and current_group().rank == 1:
+        if i == self.number and collectives.rank() == 1:
             self.killed = True
             signal.raise_signal(signal.SIGTERM)
         if self.killed:
@@ -535,7 +535,7 @@ class Fails:
         setattr(self, event, self._fail)
 
     def _fail(self):
-        if current_group().rank == 1:
+        if collectives.rank() == 1:
             raise RuntimeError(f"out of memory in {self.event}")
 
 
@@ -558,9 +558,9 @@ def failing(run, where):
     callbacks = [Fails(where)] if where.startswith("on_") else []
     made = trainer(run, callbacks, metrics={"broken": broken} if where in ("validation", "evaluate") else None)
     if where == "trainer":
-        made = trainer(log_every=("1up", "0up")[current_group().rank])
+        made = trainer(log_every=("1up", "0up")[collectives.rank()])
     if where == "arguments":
-        made.fit(loader(), epochs=(1, "one")[current_group().rank])
+        made.fit(loader(), epochs=(1, "one")[collectives.rank()])
     if where == "evaluate":
         made.evaluate(loader())
     if where == "data":
@@ -573,7 +573,7 @@ def failing(run, where):
 
 
 def broken(outputs, batch):
-    if current_group().rank == 1:
+    if collectives.rank() == 1:
         raise ValueError("a metric fails")
     return torch.ones(len(outputs))
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
 from samplewise.parallel import collectives
-from samplewise.parallel.group import current_group
 from samplewise.parallel.overlap import Overlap
 
 OTHER = "DistributedError: rank 1 of 2 failed: {} This rank stopped because of it. See the traceback of rank 1."
@@ -158,7 +157,7 @@ def test_gradients_that_fit_no_bucket_are_summed_afterwards(two):
 def broken(where):
     """Rank 1 fails in its third window, of samples 8 to 11."""
     model, parallel = wrapped(net(), "plain")
-    here = current_group().rank == 1
+    here = collectives.rank() == 1
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -189,7 +188,7 @@ def broken(where):
             for _ in step.over(batches()):
                 before = copy.deepcopy(model.state_dict())
         finally:
-            current_group().barrier()  # the ranks are still in step
+            collectives.barrier()  # the ranks are still in step
             assert not step._has_pending_samples
             assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
             assert len(started) == (6 if where == "loader" else 12)

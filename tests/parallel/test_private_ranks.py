@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import samplewise as sw
 from samplewise.errors import PrivacyError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.privacy.private_update import PrivateUpdate
 from samplewise.privacy.streams import stream
 
@@ -58,7 +58,7 @@ def run(kind="flat", how="plain", bad=(), **options):
     while step.privacy.left:
         for _ in step.over(loader):
             pass
-    (zeroed,) = current_group().all_reduce_scalars(step.privacy.zeroed)
+    (zeroed,) = collectives.all_reduce_scalars(step.privacy.zeroed)
     return flat(model), step.privacy.spent(), step.config.policy.sensitivity, zeroed
 
 
@@ -136,7 +136,7 @@ def noise_of_one_update(how, mutated=False):
     exact = PrivateUpdate._noise_std
 
     def wrong(self):
-        return exact(self) / current_group().size
+        return exact(self) / collectives.size()
 
     with mock.patch.object(PrivateUpdate, "_noise_std", wrong if mutated else exact):
         model, parallel = wrapped(net(), how)
@@ -254,7 +254,7 @@ def test_a_sample_that_cancels(two, how):
 
 def of_one_rank(samples):
     columns = torch.utils.data.default_collate(samples)
-    return [column.repeat_interleave(3, 0) for column in columns] if current_group().rank else columns
+    return [column.repeat_interleave(3, 0) for column in columns] if collectives.rank() else columns
 
 
 def rows_of_one_rank():

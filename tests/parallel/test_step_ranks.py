@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 OTHER = "DistributedError: rank 1 of 2 failed: {} This rank stopped because of it. See the traceback of rank 1."
 
@@ -95,12 +95,12 @@ def half(overflows):
     model, parallel = wrapped(nn.Linear(4, 2), "plain")
 
     def losses(model, batch):
-        factor = 1e8 if overflows.pop() and current_group().rank == 1 else 1.0
+        factor = 1e8 if overflows.pop() and collectives.rank() == 1 else 1.0
         return model(batch).float().square().sum(1) * factor
 
     step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", parallel=parallel, recheck=False)
     step._precision.scale = 256.0
-    torch.manual_seed(current_group().rank)
+    torch.manual_seed(collectives.rank())
     done = [step(torch.randn(3, 4))[0].skipped for _ in range(3)]
     return done, step._precision.scale, flat(model).tolist()
 
@@ -113,7 +113,7 @@ def test_the_loss_scale_is_the_same_on_all_ranks(two):
 
 def relative(losses):
     """Depends on the other samples, on rank 1 only."""
-    return losses / losses.mean() if current_group().rank else torch.ones_like(losses)
+    return losses / losses.mean() if collectives.rank() else torch.ones_like(losses)
 
 
 def warned_on_one_rank():
@@ -138,7 +138,7 @@ def small_on_one_rank():
     """One rank has no samples in the window."""
     model, parallel = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, transforms=[sw.clip(1e-3)], parallel=parallel, recheck=False)
-    if current_group().rank:
+    if collectives.rank():
         step.accumulate(data())
     before = flat(model)
     try:
@@ -160,7 +160,7 @@ def test_small_weights_are_reported_on_ranks_without_samples(two):
 
 def failing(where, transforms):
     model, parallel = wrapped(net(), "plain")
-    here = current_group().rank == 1
+    here = collectives.rank() == 1
 
     def losses(model, batch):
         if here and where == "loss" and 11 in batch[2].tolist():
@@ -178,7 +178,7 @@ def failing(where, transforms):
         for _ in step.over(batches()):
             pass
     finally:
-        current_group().barrier()  # the ranks are still in step
+        collectives.barrier()  # the ranks are still in step
         assert not step._has_pending_samples
 
 
@@ -195,7 +195,7 @@ def dying():
     model, parallel = wrapped(net(), "plain")
 
     def losses(model, batch):
-        if current_group().rank == 1 and 11 in batch[2].tolist():
+        if collectives.rank() == 1 and 11 in batch[2].tolist():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_fn(model, batch)
 
@@ -233,22 +233,22 @@ def test_unwrapped_models_are_refused(two):
 def differing(what):
     model = net()
     if what == "settings":
-        sw.Step(model, sgd(model), loss_fn, samples=4 + current_group().rank, parallel="ddp")
+        sw.Step(model, sgd(model), loss_fn, samples=4 + collectives.rank(), parallel="ddp")
     elif what == "strategies":
-        sw.Step(model, sgd(model), loss_fn, parallel=("ddp", sw.parallel.fsdp())[current_group().rank])
+        sw.Step(model, sgd(model), loss_fn, parallel=("ddp", sw.parallel.fsdp())[collectives.rank()])
     elif what == "models":
-        model = nn.Linear(3 + current_group().rank, 2)
+        model = nn.Linear(3 + collectives.rank(), 2)
         sw.Step(model, sgd(model), loss_fn, parallel="ddp")
     elif what == "orders":
         parameters = list(model.parameters())
-        optimizer = torch.optim.SGD(parameters[:: (1, -1)[current_group().rank]], lr=0.1)
+        optimizer = torch.optim.SGD(parameters[:: (1, -1)[collectives.rank()]], lr=0.1)
         sw.Step(model, optimizer, loss_fn, parallel="ddp")
     elif what == "rates":
-        sw.Step(model, sgd(model, lr=0.1 + current_group().rank), loss_fn, parallel="ddp")
+        sw.Step(model, sgd(model, lr=0.1 + collectives.rank()), loss_fn, parallel="ddp")
     else:
         model = DistributedDataParallel(model)
         with torch.no_grad():
-            model.module[3].bias[1] += current_group().rank
+            model.module[3].bias[1] += collectives.rank()
         sw.Step(model, sgd(model), loss_fn)
 
 
@@ -278,7 +278,7 @@ def test_ranks_that_differ_are_refused(two, what, message):
 
 def made_on_one(what):
     """A step that rank 1 cannot make."""
-    model, bad = net(), current_group().rank == 1
+    model, bad = net(), collectives.rank() == 1
     if what == "settings":
         sw.Step(model, sgd(model), loss_fn, -1 if bad else 4, parallel="ddp")
     elif what == "model":
@@ -343,7 +343,7 @@ def test_wrappers_that_would_exchange_something_else_are_refused(two, what, mess
 
 def own_reference():
     model, parallel = wrapped(net(), "plain")
-    mine = [part[current_group().rank :][:3] for part in data()]
+    mine = [part[collectives.rank() :][:3] for part in data()]
     reference = sw.align(lambda: sw.gradients(loss_fn(model, mine), model).mean())
     sw.Step(model, sgd(model), loss_fn, 6, transforms=[reference], parallel=parallel).run(own_batches(3))
 
@@ -388,7 +388,7 @@ def test_a_wrapper_used_in_between_takes_no_part(two, options):
 
 
 def with_batch_norm(how):
-    torch.manual_seed(current_group().rank)
+    torch.manual_seed(collectives.rank())
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     model, parallel = (DistributedDataParallel(model), None) if how == "ddp" else (model, "ddp")
     with warnings.catch_warnings():
@@ -434,7 +434,7 @@ class Routed(nn.Module):
 def routed(batch):
     model = Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    parallel = "ddp" if current_group().distributed else None
+    parallel = "ddp" if collectives.size() > 1 else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sw.TrainingWarning)  # of the third layer
         sw.Step(model, optimizer, lambda m, b: m.losses(b), 4, parallel=parallel).run(own_batches(batch))
@@ -471,7 +471,7 @@ def uneven(samples):
     """Rank 0 has one sample, and rank 1 the rest."""
     model, parallel = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, samples, parallel=parallel, recheck=False)
-    mine = slice(0, 1) if current_group().rank == 0 else slice(1, None)
+    mine = slice(0, 1) if collectives.rank() == 0 else slice(1, None)
     batches = list(zip(*(part[mine].split(2) for part in data()), strict=True))
     return [(u.samples, u.local_samples) for u in step.over(batches)], flat(model).tolist()
 
@@ -487,7 +487,7 @@ def by_hand():
     model, parallel = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, parallel=parallel, recheck=False)
     first = [part[:5] for part in data()]
-    if current_group().rank == 1 or not current_group().distributed:
+    if collectives.rank() == 1 or collectives.size() == 1:
         step.accumulate(first)
     update = step.apply()
     told = update.samples, update.local_samples, len(update.losses), update.losses.dtype
@@ -535,7 +535,7 @@ def going_on(interrupted, exchanged=False):
     step(batches[0])
     if interrupted:
         everyones, own = step._state_dict(window=False), step._window_state()
-        own = current_group().all_gather_object(own)[1 - current_group().rank] if exchanged else own
+        own = collectives.all_gather_object(own)[1 - collectives.rank()] if exchanged else own
         step = made()
         step.load_state_dict(everyones)
         step._load_window_state(own)
@@ -579,14 +579,12 @@ def test_a_step_that_was_made_for_one_process(two, updates, compile):
 def beside():
     model, parallel = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, 6, parallel=parallel, recheck=False)
-    if current_group().rank == 0:
+    if collectives.rank() == 0:
         step.require(norms=True)  # a matter of each rank
     norms = (
-        [update.norms for update in step.over(own_batches(3))]
-        if current_group().rank == 0
-        else step.run(own_batches(3))
+        [update.norms for update in step.over(own_batches(3))] if collectives.rank() == 0 else step.run(own_batches(3))
     )
-    return step.compiled, flat(model).tolist(), len(norms) if current_group().rank == 0 else norms.samples
+    return step.compiled, flat(model).tolist(), len(norms) if collectives.rank() == 0 else norms.samples
 
 
 def test_what_ranks_may_do_on_their_own(two):
@@ -600,7 +598,7 @@ def noisy():
     """Noise from torch's own generator: that of rank 0, and everybody's own random numbers go on."""
     model, parallel = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], parallel=parallel, recheck=False)
-    torch.manual_seed(7 + current_group().rank)
+    torch.manual_seed(7 + collectives.rank())
     step.run(own_batches(3))
     return flat(model), torch.rand(1).item()
 
@@ -648,7 +646,7 @@ def resumed_curriculum(samples, total):
     first, second = made(), made()
     first.transforms = CHAINS["clip"]
     first.run(own_batches(4, batch))
-    distributed = current_group().distributed
+    distributed = collectives.size() > 1
     state, own = first._state_dict(window=not distributed), first._window_state() if distributed else None
     second.load_state_dict(state)
     if own is not None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samplewise as sw
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 
 def sharded(how=(0, 3)):
@@ -119,10 +119,10 @@ def test_the_parts_are_what_is_saved_and_what_the_optimizer_has(two):
 
 def pieces(rows, k):
     """Batches of this rank in turn k: rank 0 has all rows, then rank 1, then both; one process has all."""
-    if not current_group().distributed:
+    if collectives.size() == 1:
         return [rows]
     cut = (len(rows[0]), 0, 2)[k]
-    mine = [t[:cut] if current_group().rank == 0 else t[cut:] for t in rows]
+    mine = [t[:cut] if collectives.rank() == 0 else t[cut:] for t in rows]
     return [mine] if len(mine[0]) else []
 
 
@@ -133,7 +133,7 @@ def whole(model):
 
 
 def two_steps():
-    model = sharded() if current_group().distributed else net()
+    model = sharded() if collectives.size() > 1 else net()
     clipped = sw.Step(model, adam(model), loss_fn, transforms=[sw.clip(0.5)], recheck=False)
     plain = sw.Step(model, adam(model), loss_fn, recheck=False)
     for k in range(3):
@@ -154,7 +154,7 @@ def adversaries(freezes):
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
     judge = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    if current_group().distributed:
+    if collectives.size() > 1:
         for model in (generator, judge):
             fully_shard(model[0])
             fully_shard(model)
@@ -190,11 +190,11 @@ def test_sharded_models_in_the_losses_of_each_other(two, freezes):
 
 
 def frozen_later():
-    model = sharded() if current_group().distributed else net()
+    model = sharded() if collectives.size() > 1 else net()
     step = sw.Step(model, adam(model), loss_fn, 4, recheck=False)
     for freezes in (False, False, True):
         model[3].requires_grad_(not freezes)
-        step.run(own_batches(2 if current_group().distributed else 4))
+        step.run(own_batches(2 if collectives.size() > 1 else 4))
     return whole(model)
 
 
@@ -205,10 +205,10 @@ def test_a_module_may_be_frozen_between_updates(two):
 
 
 def plain_afterwards():
-    model = sharded() if current_group().distributed else net()
+    model = sharded() if collectives.size() > 1 else net()
     optimizer = adam(model)
     sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], recheck=False).run(own_batches(17))
-    rank, size = current_group().rank, current_group().size
+    rank, size = collectives.rank(), collectives.size()
     for _ in range(3):
         optimizer.zero_grad()
         loss_fn(model, [t[:16][rank::size] for t in data()]).mean().backward()
@@ -227,7 +227,7 @@ def skipping():
     def broken(model, batch):
         return torch.where(batch[2] == 9, torch.nan, loss_fn(model, batch))
 
-    model = sharded() if current_group().distributed else net()
+    model = sharded() if collectives.size() > 1 else net()
     step = sw.Step(model, adam(model), broken, 6, on_nonfinite="skip", recheck=False)
     return [update.skipped for update in step.over(own_batches(17))], flat(model)
 
@@ -242,7 +242,7 @@ def test_one_ranks_nan_skips_the_update(two):
 def explosive(scale):
     """The gradient of one part is infinite, or too large to be squared."""
     model = nn.Linear(4, 3, bias=False)
-    model = fully_shard(model) if current_group().distributed else model
+    model = fully_shard(model) if collectives.size() > 1 else model
     batch = torch.zeros(2, 4)
     batch[:, 1] = 1
     step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b)[:, 2] * scale, recheck=False)
@@ -276,11 +276,11 @@ def failing(where):
 
     def changed():
         change()
-        if where == "optimizer" and current_group().rank == 1:
+        if where == "optimizer" and collectives.rank() == 1:
             raise ValueError("sample 11 is odd")
 
     def in_the_middle(*_):
-        if where == "model" and current_group().rank == 1 and step.counters.updates == 2:
+        if where == "model" and collectives.rank() == 1 and step.counters.updates == 2:
             raises()
 
     model[2].register_forward_hook(in_the_middle)
@@ -289,7 +289,7 @@ def failing(where):
     try:
         step.run(own_batches(2))
     finally:
-        current_group().barrier()
+        collectives.barrier()
 
 
 @pytest.mark.parametrize("where", ["loss", "model", "backward", "optimizer"])
@@ -305,7 +305,7 @@ def looking_alone():
     step = sw.Step(model, adam(model), loss_fn, 4, recheck=False)
     step.run(own_batches(2))
     give_up_after(1.0)
-    if current_group().rank == 0:
+    if collectives.rank() == 0:
         model(data()[0])
 
 
@@ -331,7 +331,7 @@ def refused(what):
     elif what == "offload":
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     elif what == "parallel":
-        mesh = init_device_mesh("cpu", (1, current_group().size), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh("cpu", (1, collectives.size()), mesh_dim_names=("data", "tensor"))
         parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
         fully_shard(model, mesh=mesh["data"])
     elif what == "auto":
@@ -409,7 +409,7 @@ def test_what_cannot_be_exact_is_refused(two, what, message):
 
 def asked():
     model = sharded()
-    mine = own_batches(17)[0]
+    mine = own_batches(8)[0]  # as many on each rank: the engine verifies a graph in passes whose number depends on it
     with pytest.raises(
         sw.GraphError, match=r"the losses must be computed with the sharded model; found that it never gather"
     ):
@@ -429,12 +429,13 @@ def test_gradients_have_the_names_and_shapes_of_the_model(two):
     g = sw.gradients(loss_fn(model, data()), model)
     for rank, (names, norms, own, full, grads) in enumerate(two.run(asked)):
         mine = torch.zeros(17, dtype=torch.float64)
-        mine[rank::2] = 1
+        mine[rank:16:2] = 1
         assert names == g.names
-        torch.testing.assert_close(norms, g.norms()[rank::2])
+        torch.testing.assert_close(norms, g.norms()[rank:16:2])
         torch.testing.assert_close(own, g.sum(mine))
-        torch.testing.assert_close(full["0.weight"], g["0.weight"][rank::2])
-        torch.testing.assert_close(grads, [total / 2 for total in g.sum().values()])  # fully_shard takes the mean
+        torch.testing.assert_close(full["0.weight"], g["0.weight"][rank:16:2])
+        of_both = g.sum((torch.arange(17) < 16).double())
+        torch.testing.assert_close(grads, [total / 2 for total in of_both.values()])  # fully_shard takes the mean
 
 
 def elsewhere():

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 
 class Block(nn.Module):
@@ -69,7 +69,7 @@ def tokens(samples=9):
 
 
 def distributed(model, what, **options):
-    if current_group().distributed:
+    if collectives.size() > 1:
         if what == "kept after forward":
             options["reshard_after_forward"] = False
         if what == "hybrid":
@@ -166,9 +166,9 @@ def evaluated():
     model = distributed(Language(""), "")
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), next_token)
     trainer = sw.Trainer(step, progress=False, device="cpu")
-    own = sw.already_sharded([(part,) for part in tokens().split(2)][: 5 - 3 * current_group().rank])
+    own = sw.already_sharded([(part,) for part in tokens().split(2)][: 5 - 3 * collectives.rank()])
     loss = trainer.evaluate(own)["loss"]
-    return loss, trainer.predict([(part,) for part in tokens()[: 4 - current_group().rank, :4].split(1)])
+    return loss, trainer.predict([(part,) for part in tokens()[: 4 - collectives.rank(), :4].split(1)])
 
 
 def test_ranks_may_evaluate_and_predict_different_numbers_of_batches(two):

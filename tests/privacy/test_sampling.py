@@ -3,7 +3,6 @@
 import copy
 import pickle
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -371,7 +370,8 @@ def test_drawn_batches_are_pinned():
 
 
 def on_rank(monkeypatch, rank, size):
-    monkeypatch.setattr(sampling, "current_group", lambda: SimpleNamespace(rank=rank, size=size))
+    monkeypatch.setattr(sampling.collectives, "rank", lambda: rank)
+    monkeypatch.setattr(sampling.collectives, "size", lambda: size)
 
 
 @pytest.mark.parametrize("size", [2, 3])

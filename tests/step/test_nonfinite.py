@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import samplewise as sw
+from samplewise.parallel.mode import Single
 from samplewise.step import apply
 
 # Bounds are small here so that every sample is clipped.
@@ -378,7 +379,7 @@ def test_norms_whose_sum_overflows(dtype):
     """Each norm is finite, but their sum is beyond the range of the dtype: it is computed again, in float64."""
     large = torch.tensor([0.75 * torch.finfo(dtype).max], dtype=dtype)
     gradients = [large, large]
-    norms = apply.GradNorms(gradients, [])
+    norms = apply.GradNorms(gradients, [], Single())
     assert not norms.finite()
     norms.recompute(gradients)
     assert norms.norm().item() == pytest.approx(2**0.5 * large.item())
@@ -387,7 +388,7 @@ def test_norms_whose_sum_overflows(dtype):
 @pytest.mark.parametrize("others", [torch.float32, torch.float64])
 def test_norms_of_several_dtypes_keep_the_widest(others):
     gradients = [torch.tensor([3.0], dtype=torch.bfloat16), torch.tensor([4.0], dtype=torch.bfloat16)]
-    norms = apply.GradNorms(gradients, [torch.ones(2, dtype=others)])
+    norms = apply.GradNorms(gradients, [torch.ones(2, dtype=others)], Single())
     assert norms.finite() and norms.norm() == 5 and norms.norm().dtype is others
 
 

@@ -34,7 +34,8 @@ from samplewise.engine.gradients import factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.scan import scan
 
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
@@ -129,8 +130,7 @@ class Covariances:
 
     def sum_over_ranks(self, parameters: Mapping[str, Tensor]) -> None:
         """Add the sums of the other ranks. Layers must be the same on all ranks whose losses depend on the weight."""
-        group = current_group()
-        gathered = group.all_gather_object((self.samples, self.layers))
+        gathered = collectives.all_gather_object((self.samples, self.layers))
         self.samples = sum(samples for samples, _ in gathered)
         if not self.samples:
             raise ValueError("the loader must yield at least one batch; found none.")
@@ -139,7 +139,7 @@ class Covariances:
             for side in layer.bases:
                 size = layer.sides[side]
                 zeros = torch.zeros(size, size, dtype=torch.float64, device=parameters[layer.weight].device)
-                self.sums[layer.weight, side] = group.all_reduce_(self.sums.get((layer.weight, side), zeros))
+                self.sums[layer.weight, side] = collectives.all_reduce_(self.sums.get((layer.weight, side), zeros))
 
     def blocks(self, parameters: Mapping[str, Tensor]) -> list[Block]:
         """Blocks with the eigenvectors of the covariances, and eigenvalues of zero."""
@@ -224,7 +224,7 @@ class Eigenvalues:
 
     def blocks(self, samples: int) -> list[Block]:
         """Blocks with the mean over the samples of all ranks."""
-        current_group().all_reduce_bucketed_(self.sums)
+        collectives.all_reduce_bucketed_(self.sums)
         return [
             replace(block, eigenvalues=(total / samples).to(block.eigenvalues.dtype))
             for block, total in zip(self._blocks, self.sums, strict=True)

@@ -16,7 +16,8 @@ from samplewise.core.text import listed
 from samplewise.dataset_pass import share_of_rank
 from samplewise.engine.arguments import check_attached, check_model, wanted_parameters
 from samplewise.errors import ParameterError
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 
 LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64
 ELEMENTS = 2**18  # of one output of the model for all directions that are multiplied at a time
@@ -55,11 +56,10 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
 
     with eval_mode(model):
         on_every_rank(add_batches)
-    group = current_group()
-    (count,) = group.all_reduce_scalars(samples)
+    (count,) = collectives.all_reduce_scalars(samples)
     if not count:
         raise ValueError("the loader must yield at least one batch; found none.")
-    matrix = group.all_reduce_(total).div_(count)
+    matrix = collectives.all_reduce_(total).div_(count)
     matrix = (matrix + matrix.T).div_(2)  # equal up to rounding
     return Hessian(matrix, {name: tuple(p.shape) for name, p in parameters.items()})
 

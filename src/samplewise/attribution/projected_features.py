@@ -20,7 +20,8 @@ from samplewise.core.memory import Microbatch
 from samplewise.engine.gradients import project
 from samplewise.engine.quantities import Projection
 from samplewise.errors import StoreError
-from samplewise.parallel.group import current_group, errors_on_all_ranks
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import errors_on_all_ranks
 from samplewise.scan import Scanner
 
 # Rows are written when they have this many elements, or when this time has passed since the last write.
@@ -187,11 +188,11 @@ class Writer:
     def finish(self) -> None:
         """Write the remaining rows. Collective."""
         self._write()
-        current_group().barrier()
+        collectives.barrier()
         self._file.reload()
 
     def _write(self) -> None:
-        if self._parts and current_group().rank == 0:
+        if self._parts and collectives.rank() == 0:
             rows = torch.cat([part.rows for part in self._parts])
             weights = [part.weights for part in self._parts if part.weights is not None]
             with errors_on_all_ranks():

@@ -17,7 +17,7 @@ from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.files import atomic_write, tensor_bytes
 from samplewise.core.text import plural
 from samplewise.errors import StoreError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 CHUNK = 8192  # rows in memory at a time
 
@@ -134,7 +134,7 @@ def updated_gram(file: RowsFile) -> Tensor:
         rows = file.rows(start, min(start + CHUNK, len(file))).double()
         gram.addmm_(rows.T, rows)
     path = file.directory / "gram.f64"
-    if current_group().rank != 0:
+    if collectives.rank() != 0:
         return gram
     # Several processes may search at a time, without a lock, and the store may be read-only: the file is a cache.
     with suppress(OSError), atomic_write(path, path.with_suffix(f".{uuid.uuid4().hex}.partial")) as written:

@@ -55,7 +55,8 @@ from samplewise.dataset_pass import check_has_all_samples, check_order, map_over
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.quantities import Projection
 from samplewise.errors import StoreError
-from samplewise.parallel.group import current_group, on_every_rank, on_rank_zero
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank, on_rank_zero
 
 FORMAT = 2
 SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1
@@ -402,7 +403,7 @@ class ProjectedStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock on rank 0, and read what other processes have written before. Collective."""
-        on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
+        on_every_rank(self._lock.acquire if collectives.rank() == 0 else lambda: None)
         try:
             self._files = on_every_rank(self._open)
             yield
@@ -538,7 +539,7 @@ class ProjectedStore:
 
 def _progress(loader: Iterable[Any], description: str) -> AbstractContextManager[Callable[[int], None]]:
     """Progress in batches, on rank 0; nothing for a loader without a length."""
-    if not isinstance(loader, Sized) or current_group().rank != 0:
+    if not isinstance(loader, Sized) or collectives.rank() != 0:
         return nullcontext(lambda parts: None)
     return progress(len(loader), description)
 

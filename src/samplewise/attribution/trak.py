@@ -15,7 +15,8 @@ from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
 from samplewise.core.memory import Microbatch
 from samplewise.dataset_pass import check_train_and_queries
-from samplewise.parallel.group import current_group, on_rank_zero
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_rank_zero
 
 
 def trak(
@@ -83,4 +84,4 @@ def _kept_or_temporary(directory: str | os.PathLike[str] | None) -> Iterator[str
         return
     with tempfile.TemporaryDirectory(prefix="samplewise-trak-") as own:
         yield on_rank_zero(lambda: own)
-        current_group().barrier()  # before rank 0 removes it
+        collectives.barrier()  # before rank 0 removes it

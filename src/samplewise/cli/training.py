@@ -20,8 +20,7 @@ from samplewise.core.text import plural
 from samplewise.ledger.ledger import Ledger
 from samplewise.loop.fit_result import FitResult
 from samplewise.loop.trainer import Trainer
-from samplewise.parallel import launch
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives, launch
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clip_transform
 
@@ -74,7 +73,7 @@ def _fit(
     step_options = {"transforms": recipe.transforms(), **step_options}
     if private is not None:
         step_options["privacy"], loader = private.plan(loader)
-        if current_group().rank == 0:
+        if collectives.rank() == 0:
             typer.echo(f"privacy      {step_options['privacy']}".replace("\n", "\n" + " " * 13))
     with recipe.errors(), ExitStack() as stack:
         if ledger is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
@@ -104,7 +103,7 @@ def _check_clip(clip: float, recipe: Recipe) -> None:
 
 def _print_summary(result: FitResult, trainer: Trainer, run: Path) -> None:
     """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
-    if current_group().rank == 0:
+    if collectives.rank() == 0:
         typer.echo(f"{result.reason}: {plural(result.updates, 'update')} in all")
         if trainer.step.privacy is not None:
             typer.echo(f"spent        {trainer.step.privacy.spent()}")

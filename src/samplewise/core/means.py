@@ -13,7 +13,7 @@ Number = Tensor | float  # a tensor may be on any device
 
 
 class ScalarReducer(Protocol):
-    """Process group with an all-reduce of scalars, see `samplewise.parallel.group`."""
+    """Process group with an all-reduce of scalars, see `samplewise.parallel.collectives`."""
 
     def all_reduce_scalars(self, *numbers: Number) -> list[float]: ...
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from samplewise.engine.gradients import Gradients
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 from samplewise.transforms.chain import Chain
@@ -152,7 +152,7 @@ class NoiseScale:
                 "the noise scale needs updates with one weight per sample; found one for each parameter. Compute "
                 "gradients g and call add(g)."
             )
-        norms = current_group().all_gather_rows(update.norms * weights.abs())
+        norms = collectives.all_gather_rows(update.norms * weights.abs())
         mean_norm = update.grad_norm * float(update._sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
         estimate = self.add(norms, mean_norm)
         if trainer is not None and trainer.log_every.ends_with(update, trainer.step):

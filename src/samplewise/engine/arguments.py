@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from samplewise.engine.deferred_checks import finite_losses, finite_weights
 from samplewise.errors import LossesError, ParameterError
 from samplewise.parallel.ddp import inner
-from samplewise.parallel.sharded_parameters import is_sharded, whole_parameters
+from samplewise.parallel.sharded_parameters import graph_parameters
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Weights = Tensor | float | Mapping[str, Tensor | float]
@@ -34,8 +34,7 @@ def wanted_parameters(parameters: Parameters) -> WantedParameters:
     """
     if isinstance(parameters, nn.Module):
         model = inner(parameters)
-        sharded = is_sharded(model)
-        all_parameters = whole_parameters(model) if sharded else dict(model.named_parameters())
+        all_parameters, sharded = graph_parameters(model)
         named = {name: p for name, p in all_parameters.items() if p.requires_grad}
         if not named:
             raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")

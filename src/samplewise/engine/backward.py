@@ -127,6 +127,7 @@ def backward_past(
     """
     hooked = may_have_hooks(graph)
     captures = watcher is not None and bool(watcher.captures)
+    # Segments leave out nodes, among them those with which fully_shard notices that a pass has left a module.
     divisible = len(stops.segments) > 1 and not (during or create_graph or graph.sharded or captures)
     if divisible and hooked:  # hooks of nodes that are not run would not be called
         skipped = [stop for segment in stops.segments for stop in segment.ends if stop not in stops.ends]

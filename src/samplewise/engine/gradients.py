@@ -39,8 +39,8 @@ from samplewise.engine.profile import Profile, profile
 from samplewise.engine.quantities import Norms, Projection, total_of, zeros
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
+from samplewise.parallel import collectives
 from samplewise.parallel.ddp import refuse_replicas
-from samplewise.parallel.group import current_group
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 
@@ -464,7 +464,7 @@ class Gradients:
     def mean(self, *, all_reduce: bool = False) -> dict[str, Tensor]:
         """Mean of per-sample gradients, name -> sum_i g_i / B; with all_reduce=True, over the samples of all ranks."""
         sums = self.sum(all_reduce=all_reduce)
-        samples = current_group().all_reduce_scalars(len(self))[0] if all_reduce else len(self)
+        samples = collectives.all_reduce_scalars(len(self))[0] if all_reduce else len(self)
         return {name: total / samples for name, total in sums.items()}
 
     def sum_of_squares(self) -> dict[str, Tensor]:
@@ -628,13 +628,13 @@ class Gradients:
                     ready(p)
 
     def _all_reduce(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._evaluator.create_graph and current_group().distributed:
+        if self._evaluator.create_graph and collectives.size() > 1:
             raise ParameterError(
                 "all_reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
                 "found create_graph=True. Leave out one of the two."
             )
-        current_group().barrier()
-        current_group().all_reduce_bucketed_(list(sums.values()))
+        collectives.barrier()
+        collectives.all_reduce_bucketed_(list(sums.values()))
         return sums
 
     def _like_parameters(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:

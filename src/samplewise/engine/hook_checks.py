@@ -61,7 +61,7 @@ def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:
         and plan.by_passes.isdisjoint(places.keys)
         and is_deterministic(graph)
         and plan.operands.keys().isdisjoint([*places.before, *places.after])
-        and all(is_identity(graph.nodes[at], graph.sharded) for at in places.after if at not in plan.side)
+        and all(is_identity(graph.nodes[at]) for at in places.after if at not in plan.side)
         and places.after.keys().isdisjoint(claim.node for claim in plan.functions)
         and not (ordinary and 0 in checks.slots)
     )

@@ -57,6 +57,7 @@ def _may_have_hooks_below(plan: Plan, graph: Graph) -> bool:
     if places is not None:
         at_cut = plan.operands.keys() & {*places.before, *places.after}
         return bool(at_cut) or not plan.side.isdisjoint(places.nodes)
+    # In a sharded model, constants would call the hooks of fully_shard, which gather parameters.
     if graph.sharded or have_hooks(graph, plan.operands):
         return True
     uses: list[dict[int, EdgeKey]] = [{}]  # several uses of a parameter apart from each other: autograd adds them

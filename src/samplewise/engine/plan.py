@@ -394,6 +394,7 @@ class GradBuilder:
         # A hook or Python function may change a gradient in place during the pass, before its rows are packed.
         self._copies = self._packs and in_place
         self._small: dict[str, DenseGrad] = {}  # to be packed after the pass
+        # No batches in a sharded model: its hooks would get the tensors of torch.vmap.
         self._verdicts = None if graph.sharded else plan.verdicts
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
         reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
@@ -555,7 +556,7 @@ class GradBuilder:
     def _pulls_back_in_batches(self, operand_plan: OperandPlan, leaves: Iterable[Edge]) -> bool:
         """False if a hook or Python Function, which may store gradients, would get the tensors of torch.vmap."""
         if (
-            self.graph.sharded
+            self.graph.sharded  # has hooks of fully_shard
             or may_have_hooks(self.graph)
             or any(leaf.node.variable._backward_hooks for leaf in leaves)
         ):

@@ -81,7 +81,7 @@ def profile(evaluator: QuantityEvaluator, forward: Callable[[], object] | None =
     """Measure the stages of a step on the graph of `evaluator`, with its strategy; `forward`: a function that repeats
     the forward pass. Each time is the shortest of some rounds. None if the model is sharded.
     """
-    if evaluator.graph.sharded:
+    if evaluator.graph.sharded:  # a rank cannot repeat passes alone
         return None
     times: list[dict[str, float]] = []
     with evaluator.context(), slow_paths_collected() as slow_paths:

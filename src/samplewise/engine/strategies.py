@@ -184,6 +184,7 @@ class QuantityEvaluator:
             return compute(self._strategies[strategy])
         except NotLinearError as error:
             # The loop includes hooks on parameters; the sum of "twice" is one pass with weights, which is not linear.
+            # In a sharded model, each pass of the loop would gather all parameters.
             has_hooks = any(p._backward_hooks for p in self.graph.wanted.values())
             if has_hooks or strategy == "twice" or self.graph.sharded:
                 raise
@@ -201,6 +202,7 @@ class QuantityEvaluator:
             return compute(loop)
 
     def _new(self, strategy: str) -> GradStrategy:
+        # The loop would hold the gradients of all modules at a time.
         if self.graph.sharded and strategy == "twice" and self.graph.samples == 1:
             return SingleSampleStrategy(self.graph)
         if strategy == "reference" or self.by_loop:
@@ -287,7 +289,7 @@ class BackwardStrategy:
         return ((name, compute(self.grads.pop(name), name)) for name in list(self.grads))
 
     def _of_kept(self, quantity: Quantity, grad: PerSampleGrad, name: str) -> Any:
-        """The quantity of a parameter of a sharded model."""
+        """The quantity of a parameter of a sharded model, which is gathered, because the pass has left its module."""
         with unsharded([self.planner.graph.wanted[name]]):
             return quantity(grad, name)
 

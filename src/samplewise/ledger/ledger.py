@@ -30,7 +30,7 @@ from samplewise.ledger.files import (
 )
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
 from samplewise.ledger.rows import RowBlock
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.step.batch_columns import record_columns
 from samplewise.step.step import Step
 from samplewise.step.update import Outcome, Update
@@ -189,7 +189,7 @@ class Ledger:
             raise TypeError(f"record needs the results of sw.backward; found {type(results).__name__}.")
         _check_index("update", update)
         _check_index("epoch", epoch)
-        samples = int(current_group().all_reduce_scalars(len(results))[0])
+        samples = int(collectives.all_reduce_scalars(len(results))[0])
         outcome = Outcome(skipped, lr=[], norm=lambda: torch.tensor(torch.nan))
         columns = record_columns(batch, self.keys, epoch)
         self.add(Update(update, samples, outcome, [results.stats], [columns]))
@@ -209,7 +209,7 @@ class Ledger:
     def read(self) -> pyarrow.Table:
         """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.read_ledger`. Every rank must call it."""
         self.flush()
-        current_group().barrier()
+        collectives.barrier()
         return read_ledger(self._run_directory() if self._parts is None else self._parts.run)
 
     def _convert(self) -> None:
@@ -249,10 +249,10 @@ class Ledger:
 
     def _open(self, run: Path, clear: bool) -> None:
         """Continue after the parts of the loaded state. `clear`: without a loaded state, remove existing parts."""
-        self._parts = LedgerWriter(run, self._loaded_parts, current_group().rank, current_group().size)
-        if current_group().rank == 0:
+        self._parts = LedgerWriter(run, self._loaded_parts, collectives.rank(), collectives.size())
+        if collectives.rank() == 0:
             self._prepare_files(self._parts, clear)
-        current_group().barrier()
+        collectives.barrier()
         self._resuming = False
 
     def _prepare_files(self, parts: LedgerWriter, clear: bool) -> None:
@@ -328,8 +328,8 @@ class Ledger:
         if self._dry_run or not shown or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
-        current_group().barrier()
-        if current_group().rank == 0:
+        collectives.barrier()
+        if collectives.rank() == 0:
             self._write_previews(self._parts.run, self._item)
 
     def _write_previews(self, run: Path, item: Callable[[Any], Any] | None) -> None:

@@ -18,7 +18,7 @@ from samplewise.loop.checkpoint.schema import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.state import savable
 from samplewise.loop.durations import interval
 from samplewise.loop.set_lr import SetLR as SetLR
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.step.update import Update
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class ModelCheckpoint:
         self._values.insert(rank, value)
         self._names.insert(rank, file.name)
         for dropped in self.best_models[self.best :]:
-            if current_group().rank == 0:
+            if collectives.rank() == 0:
                 remove_checkpoint(dropped)
         del self._values[self.best :], self._names[self.best :]
 

@@ -18,7 +18,8 @@ from samplewise.errors import BatchError, LossesError
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
 from samplewise.loop.metrics import OutputRecorder, as_metrics, results
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.step.step import Step
 
 Forward = Callable[[nn.Module, Any], Any]  # (model, batch) -> outputs
@@ -62,9 +63,9 @@ class Evaluator:
                 mean.add(losses, counts)
                 for metric in self._metrics.values():
                     metric.update(outputs.last("metrics use the outputs of the model", "remove the metrics"), batch)
-        loss = mean.all_reduce(current_group()).value()
+        loss = mean.all_reduce(collectives).value()
         # Broadcast from rank 0: bit-identical values, so that callbacks on all ranks decide alike.
-        return current_group().broadcast_object({"loss": loss, **results(self._metrics)})
+        return collectives.broadcast_object({"loss": loss, **results(self._metrics)})
 
     def predict(self, loader: Iterable[Any], forward: Forward | None = None) -> Any:
         """Return the outputs of the model on the CPU, concatenated over all batches of the loader."""
@@ -74,7 +75,7 @@ class Evaluator:
                 f"forward must be a function (model, batch) -> outputs; found {type(forward).__name__}. Pass for "
                 "example lambda model, batch: model(batch[0])."
             )
-        if self._step._sharded:  # each pass is a collective: a rank that has finished serves the others
+        if not self._step._passes_alone:  # a rank that has finished serves the others
             return on_every_rank(lambda: self._predict(loader, forward))
         return self._predict(loader, forward)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samplewise.core.files import absolute
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 if TYPE_CHECKING:
     from samplewise.loop.trainer import Trainer
@@ -29,7 +29,7 @@ class Logger(ABC):
     _is_open = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        if not trainer.fast_dev_run and current_group().rank == 0:
+        if not trainer.fast_dev_run and collectives.rank() == 0:
             self._open(trainer)
             self._is_open = True
 

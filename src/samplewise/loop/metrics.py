@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from samplewise.core.batches import length, to_device
 from samplewise.core.means import WeightedMean
 from samplewise.errors import BatchError, LossesError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches
 LOG_FIELDS = ("kind", "epoch", "update", "loss", "train_loss")
@@ -69,7 +69,7 @@ class Mean:
         return torch.as_tensor(answer).detach()
 
     def compute(self) -> float:
-        return self._mean.all_reduce(current_group()).value()
+        return self._mean.all_reduce(collectives).value()
 
     def reset(self) -> None:
         self._mean = WeightedMean(torch.float64)
@@ -164,7 +164,7 @@ class GatheredMetric:
         self._batches.append(to_device((outputs, self._adapter.targets(batch)), torch.device("cpu")))
 
     def compute(self) -> Any:
-        for of_ranks in zip_longest(*current_group().all_gather_object(self._batches)):
+        for of_ranks in zip_longest(*collectives.all_gather_object(self._batches)):
             for batch in of_ranks:
                 if batch is not None:
                     self._adapter.metric.update(*to_device(batch, self._device))
@@ -188,11 +188,11 @@ class SynchronizedMetric:
         self._has_data = True
 
     def compute(self) -> Any:
-        empty = int(current_group().all_reduce_scalars(not self._has_data)[0])
+        empty = int(collectives.all_reduce_scalars(not self._has_data)[0])
         if empty:
             raise BatchError(
                 f"every rank must have at least one batch for metric {self._name!r}, since torchmetrics cannot "
-                f"synchronize a metric without data; found {empty} of {current_group().size} ranks without a batch. "
+                f"synchronize a metric without data; found {empty} of {collectives.size()} ranks without a batch. "
                 "Use more samples, or a function (outputs, batch)."
             )
         return self._adapter.compute()
@@ -225,7 +225,7 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
 
 def _over_ranks(adapter: MetricAdapter, name: str, device: torch.device) -> Metric:
     """Return a metric over all ranks. One process uses the adapter itself: it need not keep the outputs."""
-    if current_group().size == 1:
+    if collectives.size() == 1:
         return adapter
     classes = type(adapter.metric).__mro__
     if any(each.__module__.partition(".")[0] == "torchmetrics" for each in classes):

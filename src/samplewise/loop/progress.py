@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 if TYPE_CHECKING:
     from samplewise.loop.trainer import Trainer
@@ -123,7 +123,7 @@ class Progress:
         self._has_validation = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        if current_group().rank == 0:
+        if collectives.rank() == 0:
             self._display = make_display(trainer.expected_updates, trainer.step.counters.updates)
 
     def on_log(self, kind: str, fields: dict[str, Any]) -> None:

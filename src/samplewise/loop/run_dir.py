@@ -26,7 +26,8 @@ from samplewise.loop.checkpoint.format import STATE_FILE
 from samplewise.loop.checkpoint.io import BackgroundWriter
 from samplewise.loop.checkpoint.resume_settings import loss_name
 from samplewise.loop.checkpoint.state import check_trainer_state
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.step.step import Step
 
 
@@ -62,7 +63,7 @@ class RunDirectory:
         load: receives the state of the checkpoint and returns the length in bytes of the log that belongs to it.
         """
         on_every_rank(self._check_place)
-        on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
+        on_every_rank(self._lock.acquire if collectives.rank() == 0 else lambda: None)
         on_every_rank(self._check_version)
         self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / FOLDER))
         count = len(self._paths())
@@ -75,9 +76,9 @@ class RunDirectory:
                 f"a new run must have an unused directory; found checkpoints in {self.directory}. "
                 "Pass resume=True to continue that run, or choose another directory."
             )
-        if current_group().rank == 0:
+        if collectives.rank() == 0:
             self._log = Log(self.directory / "log.jsonl", keep)
-        if current_group().distributed and self._writer is None:
+        if collectives.size() > 1 and self._writer is None:
             self._writer = BackgroundWriter()
         self._ours = True
 
@@ -113,7 +114,7 @@ class RunDirectory:
     def _paths(self) -> list[Path]:
         """Return the paths of all checkpoints. Raises CheckpointError if ranks see different ones. Collective."""
         paths = self._open_checkpoints().paths()
-        if not current_group().all_equal([path.name for path in paths]):
+        if not collectives.all_equal([path.name for path in paths]):
             raise CheckpointError(
                 f"all ranks must see the same run directory; found that they see different checkpoints in "
                 f"{self.directory}. Use a directory on a shared file system."
@@ -136,7 +137,7 @@ class RunDirectory:
 
     def describe(self, **about: Any) -> None:
         """Write run.json."""
-        if current_group().rank == 0:
+        if collectives.rank() == 0:
             content = {"format_version": RUN_VERSION, "name": self.directory.name, **about}
             write_json(self.directory / RUN_FILE, content)
 
@@ -197,7 +198,7 @@ def _read_on_all_ranks(path: Path) -> dict[str, Any]:
         check_trainer_state(path, state)
     except CheckpointError as why:
         error = why
-    if current_group().all_reduce_scalars(error is not None)[0]:
+    if collectives.all_reduce_scalars(error is not None)[0]:
         raise error or CheckpointError(f"{path} must be readable on all ranks; found that another rank failed.")
     return state
 

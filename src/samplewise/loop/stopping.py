@@ -23,7 +23,6 @@ from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.loop.durations import Duration
 from samplewise.parallel import collectives
-from samplewise.parallel.group import current_group
 from samplewise.step.step import Step
 
 
@@ -97,7 +96,7 @@ class StopController(ABC):
 
 def stop_controller(step: Step) -> StopController:
     """Return the controller for one process or for several ranks."""
-    return MultiRankStop(step) if current_group().size > 1 else SingleProcessStop(step)
+    return MultiRankStop(step) if collectives.size() > 1 else SingleProcessStop(step)
 
 
 class SingleProcessStop(StopController):
@@ -167,8 +166,8 @@ class MultiRankStop(StopController):
         self._at_window_start = RandomState()
 
     def _exchange_requests(self) -> None:
-        if self.stop is None and current_group().all_reduce_scalars(self._requested is not None)[0]:
-            requests = current_group().all_gather_object(self._requested)
+        if self.stop is None and collectives.all_reduce_scalars(self._requested is not None)[0]:
+            requests = collectives.all_gather_object(self._requested)
             self.stop = next(request for request in requests if request is not None)
 
     @contextmanager
@@ -198,7 +197,7 @@ class MultiRankStop(StopController):
         try:
             yield
         except Exception as error:
-            current_group().announce_error(error)
+            collectives.announce_error(error)
             if collectives.failures(error) != {LoaderKilled.__name__} or self._step.tail == "carry":
                 raise
             self._exchange_requests()

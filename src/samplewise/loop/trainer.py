@@ -48,9 +48,9 @@ from samplewise.loop.metrics import MetricFunction, StatefulMetric
 from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory, run_metadata
 from samplewise.loop.stopping import StopRequest, stop_controller
-from samplewise.parallel import launch
+from samplewise.parallel import collectives, launch
+from samplewise.parallel.collectives import errors_on_all_ranks, on_every_rank
 from samplewise.parallel.ddp import inner
-from samplewise.parallel.group import current_group, errors_on_all_ranks, on_every_rank
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 from samplewise.step.update import Update
@@ -337,7 +337,7 @@ class Trainer(CheckedAttributes):
         """Raise BatchError if the epoch has made no update, unless its samples are carried into the next epoch."""
         if self._loss_meter.has_updates_in_epoch:
             return
-        carried = current_group().all_reduce_scalars(self.step._has_pending_samples)[0]
+        carried = collectives.all_reduce_scalars(self.step._has_pending_samples)[0]
         if self.fast_dev_run or not carried:
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
@@ -360,7 +360,7 @@ class Trainer(CheckedAttributes):
         self.write("end", update=self.step.counters.updates, reason=reason)
         if self._files is not None:
             self._files.finish()
-        current_group().barrier()  # no rank exits before all are done
+        collectives.barrier()  # no rank exits before all are done
 
     # --- start and end of fit --------------------------------------------------------------------------------------
 
@@ -374,8 +374,8 @@ class Trainer(CheckedAttributes):
                 loader, self.seed, overfit_batches, checkpointed=checkpointed, constants=constants
             )
             self._epoch = self.step.counters.epochs
-            if current_group().rank:  # random numbers, for example of dropout, must differ from those of rank 0
-                reseed(derive_seed(self.seed, current_group().rank))
+            if collectives.rank():  # random numbers, for example of dropout, must differ from those of rank 0
+                reseed(derive_seed(self.seed, collectives.rank()))
         self.step.counters.epochs = self._epoch  # higher by 1 after a stop in validation, which is repeated
         self._loader.set_loader(loader, overfit_batches)
         self.loader = self._loader.loader
@@ -398,7 +398,7 @@ class Trainer(CheckedAttributes):
         found = self._settings.differences()
         if any(found):
             self.write("note", update=self.step.counters.updates, text=str(found))
-        if (found.kept or found.changed) and current_group().rank == 0:
+        if (found.kept or found.changed) and collectives.rank() == 0:
             warnings.warn(str(found), TrainingWarning, stacklevel=3)
 
     def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:
@@ -422,7 +422,7 @@ class Trainer(CheckedAttributes):
                 self.fast_dev_run = fast_dev_run
                 yield
             except BaseException as error:
-                current_group().announce_error(error)
+                collectives.announce_error(error)
                 self._callbacks.emit("on_error", error=error)
                 raise
             finally:

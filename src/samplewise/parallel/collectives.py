@@ -1,8 +1,9 @@
 """Collectives on the default process group, with traffic counters and error propagation across ranks.
 
-Every collective of the library is one of these functions, called through `samplewise.parallel.group`. Each call is
-counted, and a collective that fails or times out raises DistributedError. All ranks must call the same functions in the
-same order.
+Every collective of the library is one of these functions. One process is a group of one rank, in which a collective
+returns its argument. Otherwise each call is counted, and a collective that fails or times out raises DistributedError.
+All ranks must call the same functions in the same order. A rank that fails between two collectives calls
+`barrier(error)`; the other ranks raise in their next `all_reduce_scalars` or `barrier`.
 
     all_reduce_scalars(a, b)        sums of a few scalars in one small message; also transmits errors, and serves the
                                     requests of other ranks (`Requests`)
@@ -13,6 +14,8 @@ same order.
     all_gather_tensors(tensor)      list of one tensor per rank; ranks may differ in the number of rows
     all_gather_object(value)        list of one picklable object per rank
     broadcast_object(value)         a picklable object of one rank
+    barrier(error)                  `all_reduce_scalars` without scalars; `on_every_rank`, `on_rank_zero` and
+                                    `errors_on_all_ranks` call it
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ import ctypes
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,8 @@ from samplewise.errors import DistributedError
 from samplewise.parallel.release import handed_over
 from samplewise.parallel.requests import ASKING, FAILED, Requests
 
+Result = TypeVar("Result")
+
 BUCKET = 25 * 2**20  # bytes of a bucket
 ROOM = 8  # scalars per `all_reduce_scalars`; the first is the status. Fixed, so that any two calls match
 
@@ -41,6 +46,16 @@ ROOM = 8  # scalars per `all_reduce_scalars`; the first is the status. Fixed, so
 # Newer names of torch, without which these functions have older ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def rank() -> int:
+    """Number of this process in the process group; 0 without one."""
+    return dist.get_rank() if size() > 1 else 0
+
+
+def size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def device(wanted: str = "cpu") -> torch.device:
@@ -58,7 +73,8 @@ def device(wanted: str = "cpu") -> torch.device:
 
 def all_reduce_(tensor: Tensor) -> Tensor:
     """All-reduce (sum) of one tensor, in place."""
-    _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
+    if size() > 1:
+        _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
     return tensor
 
 
@@ -107,7 +123,7 @@ def _started(tensor: Tensor, name: str, begin: Callable[[Tensor], Any]) -> Start
 def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
     """Run one collective per bucket; the next bucket is filled while up to two are being sent."""
     under_way: list[Callable[[], None]] = []
-    for bucket in buckets(tensors):
+    for bucket in buckets(tensors) if size() > 1 else ():
         under_way.append(_sent(bucket, name, begin))
         if len(under_way) > 2:
             under_way.pop(0)()
@@ -153,6 +169,8 @@ def _flat(bucket: list[Tensor]) -> Tensor:
 
 def all_gather_tensors(tensor: Tensor) -> list[Tensor]:
     """All-gather: list of the tensors of all ranks, which may differ in dim 0."""
+    if size() == 1:
+        return [tensor]
     lengths = _gather(torch.tensor([len(tensor)])).tolist()
     padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
     padded[: len(tensor)] = tensor.detach()
@@ -160,9 +178,15 @@ def all_gather_tensors(tensor: Tensor) -> list[Tensor]:
     return [part[:length] for part, length in zip(rows, lengths, strict=True)]
 
 
+def all_gather_rows(tensor: Tensor) -> Tensor:
+    """All-gather: rows of all ranks, ordered by rank; ranks may differ in the number of rows."""
+    return torch.cat(all_gather_tensors(tensor)) if size() > 1 else tensor
+
+
 def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
     """Broadcast of one tensor from rank `source`, in place."""
-    _collective("broadcast", tensor, lambda moved: dist.broadcast(moved, source))
+    if size() > 1:
+        _collective("broadcast", tensor, lambda moved: dist.broadcast(moved, source))
     return tensor
 
 
@@ -185,15 +209,22 @@ def _gather(tensor: Tensor) -> Tensor:
 
 def all_gather_object(value: Any) -> list[Any]:
     """All-gather of a picklable object; returns a list ordered by rank."""
-    return [_unpickled(data) for data in all_gather_tensors(_pickled(value))]
+    return [_unpickled(data) for data in all_gather_tensors(_pickled(value))] if size() > 1 else [value]
+
+
+def all_equal(value: Any) -> bool:
+    """True if a picklable object is equal on all ranks."""
+    return all(other == value for other in all_gather_object(value)) if size() > 1 else True
 
 
 def broadcast_object(value: Any, source: int = 0) -> Any:
     """Broadcast of a picklable object from rank `source`; the argument of other ranks is ignored."""
-    mine = dist.get_rank() == source
-    data = _pickled(value if mine else None)
+    if size() == 1:
+        return value
+    is_source = rank() == source
+    data = _pickled(value if is_source else None)
     length = int(broadcast_(torch.tensor([len(data)]), source))
-    data = data if mine else data.new_empty(length)
+    data = data if is_source else data.new_empty(length)
     return _unpickled(broadcast_(data, source))
 
 
@@ -215,13 +246,57 @@ def all_reduce_scalars(*numbers: float | Tensor, error: Exception | None = None)
     If a rank passes an error, every rank raises: the failed rank its own error, the others a DistributedError that
     names the rank and contains the message. An error that the other ranks already know is raised at once.
     """
-    if error is not None and is_from_another_rank(error):
+    if error is not None and (size() == 1 or is_from_another_rank(error)):
         raise error
+    if size() == 1:
+        return [float(number) for number in numbers]
     while True:
         scalars = start_all_reduce_scalars(*numbers, status=requests.status() + FAILED * (error is not None))
         scalars.check(error)
         if not requests.answer(int(scalars.sums[0])):
             return scalars.sums[1:]
+
+
+def barrier(error: Exception | None = None) -> None:
+    """Wait for all ranks; raises on all ranks if a rank passes an error."""
+    all_reduce_scalars(error=error)
+
+
+def announce_error(error: BaseException) -> None:
+    """Send an error to the other ranks, without raising it here."""
+    if isinstance(error, Exception) and size() > 1:
+        with suppress(Exception):
+            barrier(error)
+
+
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """Send an exception in the block to the other ranks, then raise it.
+
+    The other ranks raise in their next `all_reduce_scalars`, so one must follow the block on all ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        announce_error(error)
+        raise
+
+
+def on_every_rank(call: Callable[[], Result]) -> Result:
+    """Call a function on each rank and return its result. If it raises on any rank, all ranks raise. Collective."""
+    try:
+        result = call()
+    except Exception as error:
+        barrier(error)
+        raise
+    barrier()
+    return result
+
+
+def on_rank_zero(call: Callable[[], Result]) -> Result:
+    """Call a function on rank 0 and return its result on all ranks. If it raises, all ranks raise. Collective."""
+    result = on_every_rank(call if rank() == 0 else lambda: None)
+    return broadcast_object(result)
 
 
 def start_all_reduce_scalars(*numbers: float | Tensor, status: int = 0) -> Scalars:

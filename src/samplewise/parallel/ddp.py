@@ -22,20 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 from samplewise.core.losses import LossFn
 from samplewise.core.state import Buffers, checksum
 from samplewise.errors import DistributedError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
+from samplewise.parallel.mode import RankWindow, SumFunction
 from samplewise.parallel.overlap import Overlap
+from samplewise.parallel.ranks import Ranks
 from samplewise.parallel.sharded_parameters import harmless_hooks, is_dtensor
-from samplewise.parallel.strategy_base import ParallelStrategy, SumFunction
 
 
-class DDPStrategy(ParallelStrategy):
-    """Strategy in which every rank has the whole model."""
+class DDP(Ranks):
+    """Mode in which every rank has the whole model."""
 
-    sharded = False
-    overlap: Overlap
-    leaves: Mapping[int, tuple[str, Tensor]] = {}
-
-    def __init__(self, wrapped: DistributedDataParallel | None, modules: Sequence[nn.Module]):
+    def __init__(
+        self, wrapped: DistributedDataParallel | None, modules: Sequence[nn.Module], empty_updates: bool = False
+    ):
+        super().__init__(empty_updates)
         self.wrapped = wrapped
         self.modules = modules
         self.overlap = Overlap()
@@ -45,11 +45,8 @@ class DDPStrategy(ParallelStrategy):
             _refuse_options(wrapped)
             wrapped.register_forward_pre_hook(self._refuse_wrapper)
         _refuse_shards(modules)
-        current_group().barrier()
+        collectives.barrier()
         make_equal(modules, copy=wrapped is None)
-
-    def optimizer_parameters(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-        return parameters
 
     # --- forward passes --------------------------------------------------------------------------------------------
 
@@ -80,6 +77,22 @@ class DDPStrategy(ParallelStrategy):
 
     # --- the end of a window ---------------------------------------------------------------------------------------
 
+    def begin_exchange(
+        self, window: RankWindow, expected: int, samples: int | None, tail: str, ended: bool = False
+    ) -> Callable[[Tensor], None]:
+        def decide(skips: float, total: float, ended: float) -> bool:
+            return not skips and self._is_complete(total, ended, samples, tail)
+
+        self.overlap.ask(window.failure is not None, expected, ended, decide)
+        return self.overlap.ready
+
+    def agree(self, window: RankWindow, samples: int | None, tail: str, ended: bool = False) -> bool:
+        self.overlap.start_buckets()
+        complete = super().agree(window, samples, tail, ended)
+        if not complete:
+            self.overlap.reset()  # no bucket was started: the ranks have decided so with the same numbers
+        return complete
+
     def reduce_gradients(self, named: Mapping[str, Tensor], owned: Mapping[str, Tensor], buffers: Buffers) -> None:
         """Sum `.grad` over all ranks: what is in buckets already, and what is left in `.grad`. `.grad` stays None for a
         parameter that has no gradient on any rank. Buffers are broadcast from rank 0, as in DistributedDataParallel.
@@ -90,10 +103,10 @@ class DDPStrategy(ParallelStrategy):
         for p, kind in zip(parameters, kinds, strict=True):
             _make_alike(p, kind & ~SENT)
         # Buckets as in `overlap`: the order of sums over ranks, and their rounding, depend on places in buckets.
-        current_group().all_reduce_bucketed_(
+        collectives.all_reduce_bucketed_(
             [p.grad for p in reversed(parameters) if p.grad is not None and p.grad.layout is torch.strided]
         )
-        current_group().broadcast_bucketed_(changed)
+        collectives.broadcast_bucketed_(changed)
         sums = self.overlap.sums()
         for p, kind in zip(parameters, kinds, strict=True):
             if kind & SENT:
@@ -104,7 +117,18 @@ class DDPStrategy(ParallelStrategy):
         """Kinds of gradient of a parameter on this rank."""
         return _kind(p.grad) | (SENT if id(p) in self.overlap.sent else NONE)
 
-    def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
+    def discard_sums(self) -> None:
+        self.overlap.sums()  # every rank has started the buckets; the sums are not used
+
+    def announce(self, error: Exception) -> None:
+        try:
+            if not collectives.is_from_another_rank(error):
+                self.overlap.start_buckets(error)  # a collective in which the other ranks may be waiting
+            super().announce(error)
+        finally:
+            self.overlap.reset()
+
+    def _transform(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
         transform.act(gradients)
 
 
@@ -117,10 +141,10 @@ def reached(kinds: Sequence[int], buffers: Sequence[tuple[Tensor, bool]]) -> tup
     SPARSE for `.grad`, and of SENT for a gradient in a bucket; and the buffers that have changed on any rank.
     """
     mine = [*kinds, *(int(moves) for _, moves in buffers)]
-    several = current_group().size + 1  # base of a number with one digit per kind, so that one all-reduce counts all
-    counts = current_group().all_reduce_(
+    several = collectives.size() + 1  # base of a number with one digit per kind, so that one all-reduce counts all
+    counts = collectives.all_reduce_(
         torch.tensor(
-            [sum((kind >> k & 1) * several**k for k in range(DIGITS)) for kind in mine], device=current_group().device()
+            [sum((kind >> k & 1) * several**k for k in range(DIGITS)) for kind in mine], device=collectives.device()
         )
     )
     found = [sum((c // several**k % several > 0) << k for k in range(DIGITS)) for c in counts.tolist()]
@@ -147,8 +171,8 @@ def _make_alike(p: Tensor, kind: int) -> None:
     else:
         rows = p.grad.coalesce().indices().t()
         values = p.grad.coalesce().values()
-    places = current_group().all_gather_rows(rows).t()
-    numbers = current_group().all_gather_rows(values)
+    places = collectives.all_gather_rows(rows).t()
+    numbers = collectives.all_gather_rows(values)
     p.grad = torch.sparse_coo_tensor(places, numbers, p.shape, check_invariants=False).coalesce()
 
 
@@ -157,15 +181,15 @@ def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
     check, because a DistributedDataParallel has broadcast them, but they may have changed since.
     """
     tensors = [(name, t) for m in modules for name, t in [*m.named_parameters(), *m.named_buffers()]]
-    if not current_group().all_equal([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]):
+    if not collectives.all_equal([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]):
         raise DistributedError(
             "all ranks must have the same model; found parameters or buffers that differ in name, shape, dtype or "
             "requires_grad. Build the same model on every rank, and freeze the same parameters."
         )
     if copy:
-        current_group().broadcast_bucketed_([t for _, t in tensors])
+        collectives.broadcast_bucketed_([t for _, t in tensors])
     sums = torch.stack([checksum(t) for _, t in tensors]) if tensors else torch.zeros(0)
-    found = current_group().all_gather_rows(sums[None])
+    found = collectives.all_gather_rows(sums[None])
     differ = (found != found[:1]).logical_and(~found.isnan()).any(0)
     if bool(differ.any()):
         name = tensors[int(differ.nonzero()[0])][0]
@@ -263,7 +287,7 @@ def refuse_static_graph(parameters: Iterable[Tensor]) -> None:
 
 def _wrappers_of(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """Wrappers that one of the parameters belongs to, in a multi-rank process."""
-    if not current_group().distributed:
+    if collectives.size() == 1:
         return []
     _find_earlier_wrappers()
     replicas = {id(p) for p in parameters if not is_dtensor(p)}

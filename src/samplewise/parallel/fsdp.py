@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.losses import LossFn
 from samplewise.core.state import Buffers
 from samplewise.errors import DistributedError, ParameterError
 from samplewise.parallel import collectives
 from samplewise.parallel.ddp import make_equal, reached, refuse_collectives
-from samplewise.parallel.group import current_group
+from samplewise.parallel.mode import SumFunction
+from samplewise.parallel.ranks import Ranks
 from samplewise.parallel.requests import PASS
 from samplewise.parallel.shard_group import ShardGroup, summing, watch_hooks
 from samplewise.parallel.sharded_parameters import (
@@ -32,7 +32,6 @@ from samplewise.parallel.sharded_parameters import (
     sharded_modules,
     sharded_parameters,
 )
-from samplewise.parallel.strategy_base import ParallelStrategy, SumFunction
 
 Policy = Callable[[nn.Module], bool] | Iterable[type[nn.Module]] | None
 
@@ -64,7 +63,7 @@ def shard(model: nn.Module, modules: Sequence[nn.Module], policy: Policy, optimi
         )
     from torch.distributed.fsdp import fully_shard
 
-    current_group().barrier()
+    collectives.barrier()
     make_equal(modules)
     before = dict(model.named_parameters())
     for module in _chosen(model, policy):
@@ -88,12 +87,21 @@ def _chosen(model: nn.Module, policy: Policy) -> list[nn.Module]:
     return found[::-1]  # fully_shard needs inner modules before outer ones
 
 
-class FSDPStrategy(ParallelStrategy):
-    """Strategy in which every rank has a shard of each parameter."""
+class FSDP(Ranks):
+    """Mode in which every rank has a shard of each parameter."""
 
     sharded = True
+    passes_alone = False
 
-    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], before_sums: Callable[[], None]):
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        before_sums: Callable[[], None],
+        empty_updates: bool = False,
+    ):
+        """before_sums: called before gradients of other ranks are added to `.grad`."""
+        super().__init__(empty_updates)
         self.model = model
         self._before_sums = before_sums
         self.modules = modules
@@ -101,7 +109,7 @@ class FSDPStrategy(ParallelStrategy):
         groups = list(parameter_groups(model))
         refuse_collectives(modules)
         self._refuse_options(groups)
-        current_group().barrier()
+        collectives.barrier()
         root: Any = model
         root._get_fsdp_state()._lazy_init()
         watch_hooks([module._get_fsdp_state() for module in sharded_modules(model)])
@@ -119,7 +127,7 @@ class FSDPStrategy(ParallelStrategy):
         whole = [name for m in self.modules for name, p in m.named_parameters() if id(p) not in known]
         parallel = [each.name for each in self._parameters if each.manager.is_dtensor]
         wrapped = [each.name for each in self._parameters if _is_extended(each.manager)]
-        ranks = current_group().size
+        ranks = collectives.size()
         if whole:
             found = f"that {whole[0]!r} is not sharded. Call fully_shard on the model itself, too"
         elif parallel:
@@ -147,19 +155,27 @@ class FSDPStrategy(ParallelStrategy):
         shards = {id(each.whole): each.shard for each in self._parameters}
         return dict.fromkeys(shards.get(id(p), p) for p in parameters)
 
-    def wrap_loss_fn(self, loss_fn: LossFn) -> LossFn:
-        return loss_fn
+    def not_compiled(self, compile: bool | str) -> str | None:
+        return super().not_compiled(compile) or "updates of sharded models are not compiled"
+
+    def over_shards(self, numbers: Tensor) -> Tensor:
+        return collectives.all_reduce_(numbers) / self.copies
+
+    def any_shard(self, flag: bool) -> bool:
+        return collectives.all_reduce_scalars(flag)[0] > 0
 
     def reshard(self) -> None:
         """Release the whole parameters: the optimizer has changed the shards, or a pass was interrupted."""
         for group in self._groups:
             group.reshard()
 
-    def recover(self) -> None:
+    def announce(self, error: Exception) -> None:
+        """Make the model usable after an exception in a forward or backward pass, then send the error and raise it."""
         reset = getattr(self.model, "reset_iter_state", None)
         if reset is not None:
             reset()
         self.reshard()
+        super().announce(error)
 
     def serve(self, kind: int) -> None:
         """Prepare `.grad` for gradients of another rank, which begins a pass."""
@@ -172,7 +188,7 @@ class FSDPStrategy(ParallelStrategy):
         """Context manager: the gradients of backward passes inside are summed over ranks. Begins when each rank begins
         such a pass or has finished its passes.
         """
-        if current_group().distributed:
+        if self.size > 1:
             collectives.requests.ask(self._number, PASS)
         with summing(self._groups):
             yield
@@ -196,9 +212,9 @@ class FSDPStrategy(ParallelStrategy):
         for p, is_reached in zip(owned.values(), found, strict=True):
             if not is_reached:
                 p.grad = None
-        current_group().broadcast_bucketed_(changed)
+        collectives.broadcast_bucketed_(changed)
 
-    def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
+    def _transform(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
         """Apply an additive transform of the sum: draw it for the whole parameter and add this rank's shard of it."""
         if not transform.additive:
             raise DistributedError(

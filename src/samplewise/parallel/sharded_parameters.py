@@ -84,11 +84,13 @@ def is_dtensor(value: Any) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Unsharded parameters (leaves of the graph) by name, in the order of the model.
+def graph_parameters(model: nn.Module) -> tuple[dict[str, Tensor], bool]:
+    """Parameters that graphs contain (leaves), by name, in the order of the model; and whether the model is sharded.
 
-    Parameters that are not sharded are returned unchanged. Raises GraphError if one was never gathered.
+    Of a sharded model these are whole parameters. Raises GraphError if one was never gathered.
     """
+    if not sharded_modules(model):
+        return dict(model.named_parameters()), False
     found: dict[str, Tensor | None] = {each.name: each.whole for each in sharded_parameters(model)}
     leaves = {name: found.get(name, p) for name, p in model.named_parameters()}
     missing = [name for name, leaf in leaves.items() if leaf is None or is_dtensor(leaf)]
@@ -97,7 +99,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
             f"the losses must be computed with the sharded model; found that it never gathered {missing[0]!r}. Call "
             "the model, not one of its submodules, before computing gradients."
         )
-    return {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    return {name: leaf for name, leaf in leaves.items() if leaf is not None}, True
 
 
 @contextmanager

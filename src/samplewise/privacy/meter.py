@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samplewise.errors import PrivacyError
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.privacy.privacy import Privacy
 from samplewise.privacy.spending import load_secret, remove_secret, save_secret
 from samplewise.privacy.streams import Secret
@@ -83,9 +84,9 @@ class PrivacyMeter:
         if self._directory == directory:
             return
         spending = self._spending
-        on_every_rank((lambda: self._open_files(directory)) if current_group().rank == 0 else lambda: None)
+        on_every_rank((lambda: self._open_files(directory)) if collectives.rank() == 0 else lambda: None)
         self._directory = state.directory = directory
-        known = current_group().broadcast_object((spending.releases, spending.diverged))
+        known = collectives.broadcast_object((spending.releases, spending.diverged))
         spending.releases, spending.diverged = known
         state.share_secret()
         state.choose_branch(spending.diverged)
@@ -114,7 +115,7 @@ class PrivacyMeter:
 
     def close(self, done: bool = False) -> None:
         """Close the log. `done`: the run has ended, so that the key is not needed any more."""
-        if self._directory is not None and current_group().rank == 0:
+        if self._directory is not None and collectives.rank() == 0:
             self._spending.close()
             if done or self.is_spent:
                 remove_secret(self._directory)

@@ -26,7 +26,8 @@ from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.files import sha256
 from samplewise.core.losses import LossFn
 from samplewise.errors import PrivacyError, TransformError
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.privacy.private_loss import OWNED, OWNERS, check_rows, private_loss_fn
@@ -237,7 +238,7 @@ class PrivateUpdate:
     def before_apply(self, trained: Trained) -> None:
         """Record the noisy sum before it is used. Raises if another one was released with this noise. Collective."""
         state = self._state
-        digests = current_group().all_gather_object(sha256(trained.gradients()))
+        digests = collectives.all_gather_object(sha256(trained.gradients()))
         digest = sha256(digests)[:32]
         release = Release(state.update, state.branch, state.secret.public_id, digest)
         try:
@@ -267,7 +268,7 @@ class PrivateUpdate:
         for part in parts:
             if isinstance(part.coefficients, Tensor):
                 halves += float((part.coefficients.eq(1).double() - 0.5).sum())
-        (total,) = current_group().all_reduce_scalars(halves)
+        (total,) = collectives.all_reduce_scalars(halves)
         draw = stream(state.secret, "bound", state.branch, state.update, self.plan.secure)
         noise = float(draw.normal((1,), torch.float64)) * self._count_noise()
         assert self.plan.adaptive is not None

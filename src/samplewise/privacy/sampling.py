@@ -25,7 +25,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from samplewise.core.batches import map_leaves
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, PrivacyError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.privacy.streams import Secret, stream
 
 BLOCK = 1 << 20  # uniform numbers in memory at once
@@ -60,7 +60,7 @@ class DrawState:
     def share_secret(self) -> None:
         """Use the secret of rank 0 on all ranks. Collective."""
         self.check_process()
-        self.secret = Secret(current_group().broadcast_object(self.secret.bytes))
+        self.secret = Secret(collectives.broadcast_object(self.secret.bytes))
 
     def choose_branch(self, diverged: Collection[tuple[str, int]]) -> None:
         """Use a new branch of the random streams if a replay on the current one has differed."""
@@ -155,8 +155,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def draw(self, number: int, branch: int) -> Draw:
         """The part of a draw that belongs to this rank."""
-        group = current_group()
-        units = self.draw_units(number, branch)[group.rank :: group.size].tolist()
+        units = self.draw_units(number, branch)[collectives.rank() :: collectives.size()].tolist()
         source = self.state.secret.public_id
         if self.users is None:
             return Draw(units, number, branch, source, None)

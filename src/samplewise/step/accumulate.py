@@ -16,9 +16,10 @@ from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.state import checksum
 from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.engine.gradients import Gradients, require_linear
+from samplewise.parallel.mode import Parallel
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.nonfinite import problem_of_losses
-from samplewise.step.window_ranks import WindowRanks
+from samplewise.step.ranks import weigh
 from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
@@ -107,7 +108,7 @@ class PerSampleAccumulator(Accumulator):
         evaluator: LossEvaluator,
         chain: Chain,
         record_norms: bool,
-        ranks: WindowRanks,
+        ranks: Parallel,
         size: MicrobatchSize,
     ):
         self.evaluator = evaluator
@@ -115,11 +116,12 @@ class PerSampleAccumulator(Accumulator):
         self.record_norms = record_norms
         self.ranks = ranks
         self.size = size
-        self.needs_window = chain.window or (ranks.distributed and chain.samples.uses_positions)
+        # With several ranks, the position of a sample in the window is known when all ranks have their samples.
+        self.needs_window = chain.window or (ranks.exchanges and chain.samples.uses_positions)
         self.knows_norms = record_norms or "norms" in chain.samples.needs
-        self.exchanges = ranks.distributed and self.needs_window
+        self.exchanges = ranks.exchanges and self.needs_window
         self._measures = chain.samples.measures or record_norms
-        in_order = chain.grouping is not None or ranks.distributed
+        in_order = chain.grouping is not None or ranks.exchanges
         self._needs_counts = in_order or "counts" in chain.samples.needs
         self._needs_positions = in_order or chain.samples.uses_positions
         self._directions: dict[Reference, dict[str, Tensor]] | None = None
@@ -198,7 +200,7 @@ class PerSampleAccumulator(Accumulator):
         """
         large = self.evaluator.with_large_terms(g, coefficients)
         if large:
-            if not (self.exchanges or self.ranks.strategy.sharded):
+            if self.ranks.passes_alone and not self.exchanges:
                 raise LargeTerms(large)
             self.left_out += len(large)
             coefficients = _without(coefficients, large, g)
@@ -274,7 +276,7 @@ class WeightedAccumulator(PerSampleAccumulator):
         else:
             restore = self.evaluator.saved_state(microbatches)
             microbatches, parts = self.size.retry(lambda some: (some, self.all_stats(some, 0)), microbatches)
-        weighed = self.ranks.weigh(self.chain.samples, self._positioned(parts))
+        weighed = weigh(self.ranks, self.chain.samples, self._positioned(parts))
         if graph is not None:
             self._sum(microbatches[0], *graph, weighed[0].coefficients)
         elif restore is not None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from samplewise.core.state import Buffers
 from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import ParameterError, SamplewiseError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
+from samplewise.parallel.mode import Parallel
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.config import StepConfig
 from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients
@@ -21,7 +22,6 @@ from samplewise.step.parameters import TrainedParameters
 from samplewise.step.skip_flag import SchedulerStep, SkipFlag, supports_flag, supports_undo
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window
-from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.stats import SampleStats, denominator
 
 
@@ -44,7 +44,7 @@ class UpdateApplier:
         optimizer: Any,
         scheduler: Any,
         precision: MixedPrecision,
-        ranks: WindowRanks,
+        ranks: Parallel,
         counters: Counters,
         buffers: Buffers,
     ):
@@ -146,7 +146,7 @@ class UpdateApplier:
         try:
             scheduled = self._step(flag)
         finally:
-            self.ranks.strategy.reshard()
+            self.ranks.reshard()
         if self.precision.scales:
             self.precision.record_success()
         norm = self._late_norm() if norms is None else norms.norm
@@ -205,7 +205,7 @@ class UpdateApplier:
             torch._foreach_div_(self.trained.gradients(), scale)
             scale = 1.0
             for transform in on_sum:
-                self.ranks.transform_sum(transform, self.trained)
+                self.ranks.transform_sum(transform, self.trained.gradients(), self.trained.owned.values())
         self._policy.before_apply(self.trained)  # the sums are final: a private one is logged before it is used
         if window.divided and scale == 1:
             return
@@ -222,8 +222,7 @@ class UpdateApplier:
 
     def _norms(self, others: Sequence[Tensor] = ()) -> GradNorms:
         """Norms of the gradients and of other tensors."""
-        strategy = self.ranks.strategy
-        return GradNorms(self.trained.gradients(), others, strategy.sharded, strategy.copies)
+        return GradNorms(self.trained.gradients(), others, self.ranks)
 
     def _other_values(self, parts: Sequence[SampleStats], window: Window) -> list[Tensor]:
         """Values besides the gradients that must be finite: losses, those of deferred checks, and values that are
@@ -251,7 +250,7 @@ class UpdateApplier:
         if norms.finite():
             return None
         problem = problem_of_checks(checks) or problem_of(parts, self.trained.named_gradients())
-        if self.ranks.strategy.sharded and current_group().all_reduce_scalars(problem is not None)[0]:
+        if self.ranks.any_shard(problem is not None):
             problem = problem or problem_of_gradients("in the part of another rank")
         if problem is None:  # all values are finite, but the squares overflow
             norms.recompute(self.trained.gradients())
@@ -278,23 +277,23 @@ class GradNorms:
     On the CPU, scalars are read one by one, which takes a fraction of the time of stacking them.
     """
 
-    __slots__ = ("_all", "_copies", "_dtype", "_gradients", "_sharded", "_unit")
+    __slots__ = ("_all", "_dtype", "_gradients", "_ranks", "_unit")
 
-    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False, copies: int = 1):
+    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], ranks: Parallel):
         self._gradients = len(gradients)
         self._unit: float | Tensor = 1.0
-        self._sharded = sharded
-        self._copies = copies  # number of ranks that hold the same shard
+        self._ranks = ranks
         norms: Sequence[Tensor] = torch._foreach_norm([*gradients, *others])
         self._dtype = norms[0].dtype
         self._all: Tensor | Sequence[Any] = norms  # a vector; or scalars, which are numbers after `finite`
-        read = norms[0].device.type == "cpu" and not sharded
+        # The norm of a sharded gradient is the root of a sum over its shards, which one all-reduce gives for all.
+        read = norms[0].device.type == "cpu" and not ranks.sharded
         if not read or len({norm.dtype for norm in norms}) > 1:
             stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-            self._all = self._over_ranks(stacked) if sharded else stacked
+            self._all = self._over_shards(stacked)
 
-    def _over_ranks(self, norms: Tensor) -> Tensor:
-        return (current_group().all_reduce_(norms.double().square()) / self._copies).sqrt()
+    def _over_shards(self, norms: Tensor) -> Tensor:
+        return self._ranks.over_shards(norms.double().square()).sqrt() if self._ranks.sharded else norms
 
     def finite(self) -> bool:
         if isinstance(self._all, Tensor):
@@ -312,7 +311,7 @@ class GradNorms:
     def recompute(self, gradients: Sequence[Tensor]) -> None:
         """Recompute the norms in units of the largest element, so that squares do not overflow."""
         self._unit = torch.stack([g.abs().max().double() for g in gradients if g.numel()]).max()
-        if self._sharded:
-            self._unit = current_group().all_gather_rows(self._unit[None]).max()
+        if self._ranks.sharded:
+            self._unit = collectives.all_gather_rows(self._unit[None]).max()
         norms = torch.stack([(g / self._unit).norm().double() for g in gradients])
-        self._all = self._over_ranks(norms) if self._sharded else norms
+        self._all = self._over_shards(norms)

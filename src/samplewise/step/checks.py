@@ -13,7 +13,7 @@ from samplewise.core.closure_state import state_restored
 from samplewise.core.modes import warn as warn
 from samplewise.core.text import listed
 from samplewise.errors import ParameterError, TransformError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.stats import SampleStats, are_close, cat_values
 
@@ -83,7 +83,7 @@ def check_weights(chain: Chain, parts: Sequence[SampleStats]) -> None:
         coefficients = torch.ones_like(part.losses) if part.coefficients is None else part.coefficients
         columns += coefficients.values() if isinstance(coefficients, dict) else [coefficients]
     weights = [w.abs().max().item() for w in columns if len(w)]
-    some, large = current_group().all_reduce_scalars(not columns or any(weights), any(w >= SMALL for w in weights))
+    some, large = collectives.all_reduce_scalars(not columns or any(weights), any(w >= SMALL for w in weights))
     if not some and chain.divisor is None:  # with a constant divisor, an update without contributions is valid
         raise TransformError(
             f"at least one sample of the first update must have a nonzero weight; found none with {chain!r}. "

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.core.memory import Auto, as_microbatch
 from samplewise.errors import NonFiniteGradientError
-from samplewise.parallel.strategy import Parallel
+from samplewise.parallel.launch import ParallelArgument
 from samplewise.step.amp import AUTOCAST_DTYPES, Precision
 from samplewise.step.functional_optim import GradientDescent
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
@@ -36,7 +36,7 @@ class StepConfig:
     microbatch: int | Auto | None = None
     precision: Precision | None = None
     compile: bool | Literal["auto"] = False
-    parallel: Parallel = None
+    parallel: ParallelArgument = None
     record: frozenset[str] = frozenset()
     interacting: Interaction = "refuse"
     policy: UpdatePolicy = field(default_factory=OrdinaryUpdate)

@@ -61,7 +61,7 @@ class FirstWindowChecks:
         # A sample alone shows no interaction. The recheck of a sharded model contains collectives, which all ranks make
         # in their first window.
         is_void = self._policy.needs_two_samples and length(microbatch) == 1
-        if first and (self._evaluator.strategy.sharded or not is_void):
+        if first and not (is_void and self._evaluator.ranks.passes_alone):
             self.pending.remove(SAMPLES)
 
     def end(self, window: Window, accumulator: Accumulator, ranks: int) -> None:

@@ -33,7 +33,7 @@ from samplewise.engine.gradients import (
 )
 from samplewise.engine.graph.hook_registry import note_hooks
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
-from samplewise.parallel.strategy_base import ParallelStrategy
+from samplewise.parallel.mode import Parallel
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
 from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters
@@ -54,7 +54,7 @@ class LossEvaluator:
         precision: MixedPrecision,
         budget: int | None,
         interacting: str,
-        strategy: ParallelStrategy,
+        ranks: Parallel,
         policy: UpdatePolicy,
         guard: OpenWindowGuard,
         criterion: Criterion | None = None,
@@ -66,7 +66,7 @@ class LossEvaluator:
         self.precision = precision
         self.budget = budget
         self.interacting = interacting
-        self.strategy = strategy
+        self.ranks = ranks
         self.policy = policy
         self.criterion = criterion
         self.model = modules[0]
@@ -104,7 +104,7 @@ class LossEvaluator:
     def losses(self, microbatch: Any) -> tuple[Tensor, Tensor | None]:
         """Losses (B,), attached to the autograd graph, and counts (B,), or None if the loss function returns none."""
         started = perf_counter()
-        note_hooks(() if self.strategy.sharded else self.modules)
+        note_hooks(() if self.ranks.sharded else self.modules)  # `harmless_hooks` has those of sharded models
         if self._bare and self.guard is None:
             result = self.loss_fn(self.model, microbatch)
         else:
@@ -204,7 +204,7 @@ class LossEvaluator:
     def gradients_of(self, losses: Tensor, interacting: str = "refuse", checked: bool = False) -> Gradients:
         """Gradients of every sample, without the loss scale and without a check for interaction by coincidence."""
         wanted = self.trained.wanted()
-        if self.strategy.sharded:
+        if self.ranks.sharded:  # "twice" holds the gradient of one module at a time
             g = gradients_of(losses, wanted, self.modules, False, "twice", interacting, sharded=True)
         else:
             g = gradients_of(losses, wanted, self.modules, interacting=interacting, checked=checked)
@@ -232,12 +232,12 @@ class LossEvaluator:
         """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
         scale = self.precision.scale
         scaled = torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
-        with self.strategy.summing(), notify_ready(self.trained.named.values(), self.ready):
+        with self.ranks.summing(), notify_ready(self.trained.named.values(), self.ready):
             accumulate_sum(losses, scaled)
 
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
         """Accumulate Σ w × gradient into `.grad`, from per-sample gradients that are not used afterwards."""
-        with self.strategy.summing():
+        with self.ranks.summing():
             accumulate(g, weights, retain_graph=False, ready=self.ready, apart=self.policy.term_limit is not None)
 
     def with_large_terms(self, g: Gradients, weights: PerSample | None) -> list[int]:

@@ -19,10 +19,11 @@ from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.host_copy import copy_to_device
 from samplewise.core.text import listed, plural
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
+from samplewise.parallel.mode import Parallel
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
 from samplewise.step.parameters import TrainedParameters
-from samplewise.step.window_ranks import WindowRanks
+from samplewise.step.ranks import weigh
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
 
@@ -71,7 +72,7 @@ class GroupedAccumulator(PerSampleAccumulator):
         """Accumulate a window of one microbatch, with the gradient of each group from the engine."""
         losses, _, samples = self.stats_of(microbatch, layout.positions)
         owner, number = _owners(keys, losses)
-        (samples,) = self.ranks.weigh(self.chain.samples, [samples])
+        (samples,) = weigh(self.ranks, self.chain.samples, [samples])
         per_group = _sums(losses * samples.weights, owner, number)
         g = self.evaluator.gradients(per_group)
         groups = SampleStats(
@@ -81,7 +82,7 @@ class GroupedAccumulator(PerSampleAccumulator):
         )
         self.measure(g, groups, self.chain.groups, record_norms=False)
         self.keep(self.chain.groups, groups)
-        (groups,) = self.ranks.weigh(self.chain.groups, [groups])
+        (groups,) = weigh(self.ranks, self.chain.groups, [groups])
         self.add_weighted(g, groups.coefficients)
         return _result(samples, groups, owner)
 
@@ -125,10 +126,10 @@ class GroupLayout:
     `at_once`: all groups of this rank can be computed in one pass.
     """
 
-    def __init__(self, ranks: WindowRanks, keys: list[Hashable], single: bool):
+    def __init__(self, ranks: Parallel, keys: list[Hashable], single: bool):
         (several,) = ranks.sums(not single)
         self.positions = ranks.positions(len(keys))
-        gathered = current_group().all_gather_object(list(zip(self.positions.tolist(), keys, strict=True)))
+        gathered = collectives.all_gather_object(list(zip(self.positions.tolist(), keys, strict=True)))
         pairs_of_all = [pair for pairs in gathered for pair in pairs]
         in_order = [key for _, key in sorted(pairs_of_all, key=lambda pair: pair[0])]
         self._numbers = {key: number for number, key in enumerate(dict.fromkeys(in_order))}
@@ -139,7 +140,7 @@ class GroupLayout:
         self._rank = ranks.rank
         self.spanning = [key for key in self._numbers if len(self._holders[key]) > 1]
         self.at_once = single and bool(keys) and not self.spanning
-        if ranks.strategy.sharded and (several or self.spanning):
+        if ranks.sharded and (several or self.spanning):
             self.at_once = False
             self.spanning = list(self._numbers)  # a pass sums over all ranks, so that they must process the same group
 
@@ -180,7 +181,7 @@ class GroupAccumulation:
         self.stage = accumulator.chain.groups
         self.ranks = accumulator.ranks
         self.evaluator = accumulator.evaluator
-        self._sharded = self.ranks.strategy.sharded
+        self._sharded = self.ranks.sharded  # numbers of a gradient are then sums over shards, in float64
         accumulator.compute_directions()
         self.restore = self.evaluator.saved_state([m.batch for group in groups for m in group.members])
 
@@ -191,7 +192,7 @@ class GroupAccumulation:
         weighed: list[SampleStats] = []
         if self.stage.window:  # coefficients need the results of all groups, so they are computed first
             stats = [self._group_stats(group) for group in self.groups]
-            weighed = self.ranks.weigh(self.stage, stats, torch.tensor([group.owned for group in self.groups]))
+            weighed = weigh(self.ranks, self.stage, stats, torch.tensor([group.owned for group in self.groups]))
             self.restore()
         sums = GradientSums(self.evaluator.trained)
         for k, group in enumerate(self.groups):
@@ -208,7 +209,7 @@ class GroupAccumulation:
     def _weigh_samples(self) -> None:
         members = [m for group in self.groups for m in group.members]
         parts = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
-        weighed = self.ranks.weigh(self.accumulator.chain.samples, parts)
+        weighed = weigh(self.ranks, self.accumulator.chain.samples, parts)
         for m, stats in zip(members, weighed, strict=True):
             m.stats = stats
         self.restore()
@@ -260,7 +261,7 @@ class GroupAccumulation:
         """Gradients summed over ranks, as new tensors; `.grad` keeps this rank's gradients."""
         wanted = self.evaluator.trained.wanted()
         sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
-        current_group().all_reduce_bucketed_(list(sums.values()))
+        collectives.all_reduce_bucketed_(list(sums.values()))
         return sums
 
     def _norms(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -273,15 +274,14 @@ class GroupAccumulation:
     def _dots(self, gradients: dict[str, Tensor], reference: Reference) -> dict[str, Tensor]:
         """Inner product of each gradient with the direction of a reference."""
         direction = self.accumulator.directions[reference]
-        shard_of = self.ranks.strategy.own_part
+        shard_of = self.ranks.own_part
         dots = {name: (g * shard_of(name, direction[name])).sum() for name, g in gradients.items()}
         return self._per_parameter(self._over_shards(dots) if self._sharded else dots)
 
     def _over_shards(self, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sum of each number over the shards of the parameter."""
         table = torch.stack([number.double() for number in numbers.values()])
-        sums = current_group().all_reduce_(table) / self.ranks.strategy.copies
-        return dict(zip(numbers, sums, strict=True))
+        return dict(zip(numbers, self.ranks.over_shards(table), strict=True))
 
     def _per_parameter(self, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Numbers without the loss scale, name -> (1,); 0 for parameters without a gradient."""

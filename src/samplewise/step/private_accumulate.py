@@ -74,7 +74,7 @@ class PrivateAccumulator(Accumulator):
         try:
             return self._add([microbatch], start)
         except NOT_FINITE:  # raised before `.grad` changes
-            if self._inner.ranks.strategy.sharded:  # other ranks are in the middle of this window
+            if not self._inner.ranks.passes_alone:  # other ranks are in the middle of this window
                 raise
             pieces = _samples_of(microbatch)
         except LargeTerms as large:
@@ -93,7 +93,7 @@ class PrivateAccumulator(Accumulator):
         try:
             return self._add(microbatches, start)
         except NOT_FINITE:
-            if self.exchanges or self._inner.ranks.strategy.sharded:
+            if self.exchanges or not self._inner.ranks.passes_alone:
                 raise
         except LargeTerms:
             restore()

@@ -93,7 +93,7 @@ class Recheck:
         passes are collectives.
         """
         evaluator = self.evaluator
-        compares = self.every is not False and not evaluator.strategy.sharded and evaluator.interacting != "allow"
+        compares = self.every is not False and evaluator.ranks.passes_alone and evaluator.interacting != "allow"
         if compares and not self._would_consume():
             self._report(self._slice_difference(batch, start, stop), cut(batch, start, stop))
 
@@ -133,7 +133,7 @@ class Recheck:
 
     def _possible_constants(self, microbatch: Any) -> str:
         """Sentence about entries that may not be per sample, and were sliced for the recheck; empty without such."""
-        if self.evaluator.strategy.sharded:
+        if not self.evaluator.ranks.passes_alone:
             return ""
         try:
             self._slice_difference(microbatch, 0, 1)
@@ -277,7 +277,7 @@ class Recheck:
         if not self.own_gradients:
             return self._gradient_alone((losses * weights).sum()[None])
         g = self.evaluator.gradients(losses, microbatch)
-        if self.evaluator.strategy.sharded:
+        if self.evaluator.ranks.sharded:  # whole gradients do not exist at one time
             total = {"": weights.to(losses.dtype) @ g.project(PROJECTED).to(losses.dtype)}
         else:
             total = g.sum(weights)
@@ -285,7 +285,7 @@ class Recheck:
 
     def _gradient_alone(self, loss: Tensor) -> dict[str, Tensor]:
         """Gradient of one loss (1,). Of a sharded model a random projection, with the same norm in expectation."""
-        if self.evaluator.strategy.sharded:
+        if self.evaluator.ranks.sharded:
             return {"": self.evaluator.gradients_of(loss).project(PROJECTED)[0]}
         return gradient_of(loss, self.evaluator.trained.wanted(), torch.ones_like(loss))
 

@@ -21,10 +21,10 @@ from samplewise.core.microbatch import memory_budget
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.state import Buffers
 from samplewise.errors import BatchError, DistributedError, LoaderStopped
+from samplewise.parallel.collectives import errors_on_all_ranks
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig
-from samplewise.parallel.group import current_group, errors_on_all_ranks
-from samplewise.parallel.strategy import join_ranks
+from samplewise.parallel.launch import join_ranks
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import MixedPrecision
@@ -39,7 +39,6 @@ from samplewise.step.config import (
     check_order,
     check_scheduler,
 )
-from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerRunner, Runner
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
@@ -47,6 +46,7 @@ from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.policy import make_policy
 from samplewise.step.private_accumulate import PrivateAccumulator
+from samplewise.step.ranks import make_ranks
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
 from samplewise.step.window_builder import WindowBuilder
@@ -169,41 +169,39 @@ class Step(CheckedAttributes):
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
-        ranks = make_window_ranks(model, config, modules, optimizer, self._begin_window)
+        ranks = make_ranks(model, config, modules, optimizer, self._begin_window)
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
-        optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
-        trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
+        optimizer = as_optimizer(optimizer, ranks.optimizer_parameters(parameters))
+        trained = TrainedParameters(optimizer, modules, ranks.leaves)
         self._layouts = BatchLayouts()
         self._constants = constants_of(loss_fn)
         self._counters = counters = Counters()
         self._precision = MixedPrecision(precision)
         buffers = Buffers(modules)
-        policy.attach(modules, optimizer, ranks.strategy.sharded, precision)
-        wrapped = policy.wrap_loss_fn(ranks.strategy.wrap_loss_fn(self.loss_fn), self._constants)
+        policy.attach(modules, optimizer, ranks.sharded, precision)
+        wrapped = policy.wrap_loss_fn(ranks.wrap_loss_fn(self.loss_fn), self._constants)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
         budget = memory_budget(config.microbatch, modules[0], share=2)
         guard = OpenWindowGuard(trained, optimizer)
         self._evaluator = LossEvaluator(
-            modules, trained, wrapped, self._precision, budget, interacting, ranks.strategy, policy, guard, criterion
+            modules, trained, wrapped, self._precision, budget, interacting, ranks, policy, guard, criterion
         )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, guard, self._layouts, ranks, counters, buffers)
         self._runner = self._make_runner()
-        ranks.check_optimizer(trained, optimizer)
+        ranks.check_optimizer(trained.named, optimizer)
         self._complete = True  # from now on, attributes are checked when they are assigned
 
     def _make_runner(self) -> Runner:
         ranks = self._windows.ranks
         if not self.config.compile:
             return EagerRunner(self._windows, self._applier, "compile=False")
-        if self.config.policy.not_compiled:
-            return EagerRunner(self._windows, self._applier, self.config.policy.not_compiled)
-        if ranks.distributed and self.config.compile == "auto":
-            return EagerRunner(self._windows, self._applier, "compile='auto' compiles only in a single process")
-        if ranks.strategy.sharded:
-            return EagerRunner(self._windows, self._applier, "updates of sharded models are not compiled")
+        reason = self.config.policy.not_compiled or ranks.not_compiled(self.config.compile)
+        if reason:
+            return EagerRunner(self._windows, self._applier, reason)
         eager = EagerRunner(self._windows, self._applier, "not compiled")
-        return MicrobatchRunner(eager) if ranks.distributed else CompiledRunner(eager)
+        # The sum over ranks, which is not compiled, comes between gradients and optimizer.
+        return MicrobatchRunner(eager) if ranks.exchanges else CompiledRunner(eager)
 
     def __repr__(self) -> str:
         optimizer = self._applier.optimizer  # without waiting for the device
@@ -415,7 +413,7 @@ class Step(CheckedAttributes):
         """Attach a process group that was initialized after this step was created, as with parallel="ddp". Call it
         before the first update. No effect with one process or if the step already has a group.
         """
-        if self._windows.ranks.distributed or not current_group().distributed:
+        if not self._windows.ranks.outdated:
             return
         if self.config.parallel not in (None, "ddp"):
             raise DistributedError(
@@ -423,11 +421,12 @@ class Step(CheckedAttributes):
                 "that it was initialized later. Initialize it before Step(...)."
             )
         config = replace(self.config, parallel="ddp")
-        ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer, self._begin_window)
-        ranks.check_optimizer(self._evaluator.trained, self.optimizer)
-        config.policy.attach(self._evaluator.modules, self.optimizer, ranks.strategy.sharded, config.precision)
+        ranks = make_ranks(self.model, config, self._evaluator.modules, self.optimizer, self._begin_window)
+        ranks.check_optimizer(self._evaluator.trained.named, self.optimizer)
+        config.policy.attach(self._evaluator.modules, self.optimizer, ranks.sharded, config.precision)
         self._windows.attach(ranks)
         self._applier.ranks = ranks
+        self._evaluator.ranks = ranks
         self._runner = self._make_runner()
 
     def _begin_window(self) -> None:
@@ -435,9 +434,9 @@ class Step(CheckedAttributes):
         self._windows.begin()
 
     @property
-    def _sharded(self) -> bool:
-        """True if each rank has a shard of the parameters. Forward passes of the model are then collectives."""
-        return self._windows.ranks.strategy.sharded
+    def _passes_alone(self) -> bool:
+        """False if forward passes of the model contain collectives, because each rank has a shard of the parameters."""
+        return self._windows.ranks.passes_alone
 
     # --- compilation -----------------------------------------------------------------------------------------------
 
@@ -480,16 +479,13 @@ class Step(CheckedAttributes):
     def _state_dict(self, window: bool) -> dict[str, Any]:
         """State of the step. window=False leaves out the open window: see `_window_state`."""
         windows = self._windows
-        if window and windows.ranks.distributed and windows.window.open:
-            raise DistributedError(
-                "a step with several ranks must be saved between two updates; found an open window, of which each rank "
-                "holds a part. Save after an update, or use sw.Trainer, whose checkpoints contain the parts."
-            )
+        if window:
+            windows.ranks.check_saved(windows.window)
         return {
             "counters": asdict(self.counters),
             "precision": self._precision.state_dict(),
             "microbatch": windows.size.size,
-            "memory": None if windows.ranks.distributed else self._evaluator.budget,  # that of this rank
+            "memory": None if windows.ranks.exchanges else self._evaluator.budget,  # ranks may have different ones
             "compiling": self._runner.state_dict(),
             "samples_in_windows": windows.ranks.epoch_state(),
             "layouts": self._layouts.state_dict(),

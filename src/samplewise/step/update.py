@@ -12,9 +12,9 @@ from torch import Tensor
 
 from samplewise.core.means import WeightedMean
 from samplewise.errors import LossesError, ParameterError, PrivacyError
+from samplewise.parallel.mode import WindowTotals
 from samplewise.step.batch_columns import BatchColumns, columns_of
 from samplewise.step.skip_flag import SchedulerStep, SkipFlag
-from samplewise.step.window import WindowTotals
 from samplewise.transforms.stats import SampleStats, cat, cat_values, total_count, total_loss
 
 

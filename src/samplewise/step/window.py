@@ -13,10 +13,12 @@ from torch import Tensor
 from samplewise.core.batches import cut, length
 from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
+from samplewise.parallel.mode import WindowTotals
 from samplewise.step.batch_columns import BatchColumns
 from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
-from samplewise.transforms.stats import PerSample, SampleStats, cat_values
+from samplewise.step.nonfinite import problem_of_counts
+from samplewise.transforms.stats import PerSample, SampleStats, cat, cat_values, denominator, total_count
 
 UNKNOWN = -1
 
@@ -121,19 +123,6 @@ class Counters:
             setattr(self, counter.name, getattr(loaded, counter.name))
 
 
-@dataclass(frozen=True)
-class WindowTotals:
-    """Sums of a window over all ranks."""
-
-    skips: float  # number of ranks that found a non-finite value and may skip the update
-    samples: int
-    ended: int  # number of ranks whose loader has ended
-    losses: float  # Σ losses
-    counts: float  # Σ counts
-    denominators: float
-    invalid: float  # number of ranks with negative or non-finite counts
-
-
 @dataclass(slots=True)
 class Window:
     """Samples of the next update. The sum of their gradients is in `.grad`, their per-sample results in `parts`."""
@@ -159,6 +148,13 @@ class Window:
     @property
     def open(self) -> bool:
         return bool(self.parts or self.deferred)
+
+    def sums(self) -> tuple[float | Tensor, float | Tensor, float | Tensor, bool]:
+        """Σ losses, Σ counts, denominator, and whether a count is invalid; zeros if the update will be skipped."""
+        parts = [] if self.failure is not None else self.parts
+        losses = cat([part.losses for part in parts]).double().sum() if parts else 0.0
+        invalid = any(problem_of_counts([part]) is not None for part in parts)
+        return losses, total_count(parts), denominator(parts), invalid
 
     # --- state -----------------------------------------------------------------------------------------------------
 

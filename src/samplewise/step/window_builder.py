@@ -20,6 +20,7 @@ from samplewise.errors import (
     NonFiniteGradientError,
     NonFiniteLossError,
 )
+from samplewise.parallel.mode import Parallel
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.batch_columns import record_columns
 from samplewise.step.batch_layouts import BatchLayouts
@@ -28,9 +29,9 @@ from samplewise.step.first_window import SAMPLES, FirstWindowChecks
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.open_window import OpenWindowGuard
+from samplewise.step.ranks import reduce_window
 from samplewise.step.recheck import Recheck
 from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
-from samplewise.step.window_ranks import ReduceInputs, WindowRanks
 from samplewise.transforms.stats import SampleStats
 
 
@@ -46,7 +47,7 @@ class WindowBuilder:
         evaluator: LossEvaluator,
         guard: OpenWindowGuard,
         layouts: BatchLayouts,
-        ranks: WindowRanks,
+        ranks: Parallel,
         counters: Counters,
         buffers: Buffers,
     ):
@@ -81,8 +82,7 @@ class WindowBuilder:
         them to a restored window without new samples, whose settings are not in its state.
         """
         self.config = config
-        if not self.ranks.distributed:
-            self.window.share = None  # follows `samples`; with several ranks, `complete` makes it larger
+        self.ranks.follow_samples(self.window)
         begun = self.window.begun or self.ranks.carried > 0  # also if only other ranks carry samples
         if self.window.restored or not begun:
             self.window.config = config
@@ -101,7 +101,7 @@ class WindowBuilder:
             self._accumulator = self.make_accumulator()
             self.checks.follow(chain)
 
-    def attach(self, ranks: WindowRanks) -> None:
+    def attach(self, ranks: Parallel) -> None:
         """Use these ranks from the next window on."""
         self.ranks = ranks
         self._accumulator = self.make_accumulator()
@@ -178,7 +178,7 @@ class WindowBuilder:
         window = self.window
         if not self._accumulator.needs_window:
             self.ranks.begin_exchange(window, window.samples, samples, tail, ended)
-        return self.ranks.complete(window, samples, tail, ended)
+        return self.ranks.agree(window, samples, tail, ended)
 
     def next_window(self) -> Window | None:
         """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
@@ -216,7 +216,8 @@ class WindowBuilder:
             last = cursor.empty
         else:
             last = size is not None and window.samples + size == window.share
-        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed), last)
+        # A mean needs the denominator, which with several ranks is known only at the end of the window.
+        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.exchanges), last)
         if samples is not None and window.samples > (window.share or 0):
             excess = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=samples, found=excess))
@@ -244,7 +245,7 @@ class WindowBuilder:
                 window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
                 window.sized &= size is not None
             else:
-                exchanges = last and self.ranks.distributed and not self.size.automatic
+                exchanges = last and self.ranks.exchanges and not self.size.automatic
                 with self._exchange(size) if exchanges else nullcontext():
                     parts = self._accumulate([microbatch], whole)
                 window.samples += self._count(parts, None if self._accumulator.drops_samples else size)
@@ -279,7 +280,7 @@ class WindowBuilder:
         self._trained.clear()
         window.collects = not (self._accumulator.checks_at_once or self._trained.device.type == "cpu")
         self.config.policy.begin(self._trained)
-        self.ranks.strategy.begin_window()
+        self.ranks.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
         if self.evaluator.criterion is not None:
@@ -299,7 +300,7 @@ class WindowBuilder:
                     return self._add_gradients(microbatches, whole)
                 with collect_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
-                if self.checks.pending or self.ranks.distributed:
+                if self.checks.pending or self.ranks.exchanges:
                     window.checks.settle()  # first checks and collectives need to know whether the window fails
                 return parts
             except (NonFiniteLossError, NonFiniteGradientError) as error:
@@ -359,9 +360,8 @@ class WindowBuilder:
             exact = window.sized and not self._accumulator.drops_samples
             window.samples = self._count(window.parts, window.samples if exact else None)
             self.ranks.refresh_totals(window)
-        if self.ranks.distributed:
-            fingerprint = self._accumulator.fingerprint
-            self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
+        if self.ranks.exchanges:
+            reduce_window(self.ranks, window, self._trained, self._buffers, self._accumulator.fingerprint)
         self.config.policy.check_model()  # the last pass of the window is made
         samples = window.samples if window.totals is None else window.totals.samples
         if window.failure is None and window.config.transforms.samples.uses_positions:
@@ -457,7 +457,7 @@ class WindowBuilder:
         if window.begun:
             self._leave()
         state = {"samples": parts, "gradient_sums": sums, "failure": window.failure_state(), "columns": columns}
-        reached = self.ranks.strategy.reached() if parts else []
+        reached = self.ranks.reached() if parts else []
         return {**state, "reached": reached} if reached else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -473,7 +473,7 @@ class WindowBuilder:
         self._trained.set_gradients(
             {name: total.to(device, copy=True) for name, total in state["gradient_sums"].items()}
         )
-        self.ranks.strategy.begin_window(state.get("reached", ()))
+        self.ranks.begin_window(state.get("reached", ()))
         if self.window.begun:
             self._leave()
 

@@ -91,7 +91,10 @@ class Graph:
         self.goal = goal
         self.tracks_terms = False  # norms of the terms of gradients are computed, see `PerSampleGrad.term_norms`
         self.hooks: Any = None  # where it has hooks, see `hook_places`
-        self.sharded = False  # parameters have values only while a pass is in their module, see `unsharded`
+        # Parameters of a sharded model have values only while a pass is in their module (see `unsharded`), its graph
+        # contains functions and hooks of fully_shard, and every pass gathers all parameters: rows come from as few
+        # whole passes as possible, with the gradients of one module at a time.
+        self.sharded = False
         leaf_names = dict(zip(map(id, wanted.values()), wanted, strict=True))
         self.structure, self.sizes, self.nodes = read_structure(*self.root, leaf_names)
 

@@ -120,6 +120,7 @@ def _find_hooks(graph: Graph) -> HookPlaces | None:
     comes out. Edges with hooks that were verified in an earlier graph are not tried: they count as hooked, and hooks
     that record gradients are not called with zeros in each step.
     """
+    # In a sharded model, zeros would call the hooks of fully_shard, which gather parameters.
     can_look = graph.losses.device.type == "cpu" and not graph.sharded and sys.getprofile() is None
     if not can_look or is_traced(graph.losses):
         return None

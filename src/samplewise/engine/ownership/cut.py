@@ -148,6 +148,7 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
     enter below the cut: samples interact then, or the ownership derived is too coarse.
     """
     try:
+        # A probe is a backward pass, which gathers the parameters of a sharded model.
         ownership = owners(graph, probes=not (graph.sharded or is_traced(graph.losses)))
     except NonFiniteGradientError:
         return Cause("gradients of an operation are not finite for other losses")

@@ -110,7 +110,7 @@ def _move_through(
     """
     node = graph.nodes[at]
     is_function = graph.structure.records[at].kind is None
-    if is_function and is_identity(node, graph.sharded):
+    if is_function and is_identity(node):
         passes_all = all(child is None or position in owner_maps for position, child in enumerate(children))
         if passes_all:
             return [owner_maps.get(position) for position in range(len(children))]
@@ -231,7 +231,7 @@ def _by_layout(
     return operand_maps
 
 
-def is_identity(node: Node, sharded: bool) -> bool:
+def is_identity(node: Node) -> bool:
     """True for the functions with which DDP, `fully_shard` and hooks of modules notice that a backward pass has left or
     entered a module.
     """
@@ -240,7 +240,7 @@ def is_identity(node: Node, sharded: bool) -> bool:
         return False
     if forward in (ddp._DDPSink, BackwardHookFunction):
         return True
-    return sharded and bool(forward.__module__.startswith("torch.distributed.fsdp."))
+    return bool(forward.__module__.startswith("torch.distributed.fsdp."))
 
 
 def views_of_leaves(graph: Graph) -> list[int]:

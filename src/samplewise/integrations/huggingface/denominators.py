@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samplewise.core.predictions import IGNORE_INDEX
 from samplewise.core.state import snapshot
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 METRICS = ("_metrics", "_total_train_tokens")  # attributes that compute_loss of TRL changes
 
@@ -94,7 +94,7 @@ class Denominators:
         """Items of all accumulated batches, of all ranks over which they are counted."""
         if self._total is None:
             here = float(sum(self._items))
-            self._total = current_group().all_reduce_scalars(here)[0] if self._ranks() > 1 else here
+            self._total = collectives.all_reduce_scalars(here)[0] if self._ranks() > 1 else here
         return self._total
 
     def _count(self, batch: Any) -> Tensor | int:
@@ -132,7 +132,7 @@ def depends_on_items(trainer: Any, model: nn.Module, inputs: Any, num_items: Any
 
     It is computed twice without a graph. Random state, buffers and metrics are restored, and all ranks agree.
     """
-    once, twice = current_group().all_reduce_scalars(
+    once, twice = collectives.all_reduce_scalars(
         _loss(trainer, model, inputs, num_items), _loss(trainer, model, inputs, 2 * num_items)
     )
     if not (abs(once) > 0 and abs(once) < torch.inf):

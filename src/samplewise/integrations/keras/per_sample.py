@@ -17,7 +17,7 @@ from samplewise.integrations.keras.backward import run_backward
 from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
 from samplewise.integrations.keras.settings import Settings, next_update
 from samplewise.ledger.ledger import Ledger
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 if TYPE_CHECKING:
     Base = Any  # a keras.Model; known only in the class that uses the mixin
@@ -172,7 +172,7 @@ def _refuse_jit(model: Any) -> None:
 
 
 def _refuse_ranks() -> None:
-    ranks = current_group().size
+    ranks = collectives.size()
     if ranks > 1:
         raise DistributedError(
             "fit must run in a single process, because Keras does not average gradients over ranks with the torch "

@@ -22,7 +22,7 @@ from samplewise.integrations.lightning.module import (
 )
 from samplewise.integrations.lightning.step_output import check_arguments, for_trainer, parse
 from samplewise.ledger.ledger import Ledger
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.privacy.privacy import Privacy
 from samplewise.transforms.chain import Transforms, as_chain
 
@@ -203,9 +203,8 @@ class AccumulationWindow:
 
     def add(self, count: float) -> float:
         """Add a batch, and return the factor of its loss. The loss of a batch with the count 0 is 0."""
-        group = current_group()
         if not self.unit:
-            self.unit = group.all_reduce_scalars(count)[0] / group.size or 1.0
+            self.unit = collectives.all_reduce_scalars(count)[0] / collectives.size() or 1.0
         self.total += count
         return count / self.unit
 
@@ -213,9 +212,8 @@ class AccumulationWindow:
         """Replace the division by `batches`, and that by the number of ranks, by one by the total count."""
         if not self.unit:
             return
-        group = current_group()
-        total = group.all_reduce_scalars(self.total)[0] or 1.0
-        factor = batches * self.unit * group.size / total
+        total = collectives.all_reduce_scalars(self.total)[0] or 1.0
+        factor = batches * self.unit * collectives.size() / total
         if factor != 1:
             for parameters in optimizer.param_groups:
                 for p in parameters["params"]:

@@ -16,7 +16,7 @@ from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.format import CONTENTS, STATE_FILE
 from samplewise.loop.checkpoint.io import PARTIAL, REPLACED
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 FOLDER = "checkpoints"  # in a run directory
 NAME = re.compile(r"update-([0-9]{9,})\.ckpt")
@@ -154,7 +154,7 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> None:
         """Remove what interrupted saves have left, except the only copy of a checkpoint that was being replaced."""
-        if current_group().rank != 0:
+        if collectives.rank() != 0:
             return
         for path in self.directory.glob(f".*{PARTIAL}"):
             _remove(path, io.remove)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from samplewise.core.files import sha256
 from samplewise.core.state import checksum
 from samplewise.errors import CheckpointError
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.parallel.sharded_parameters import is_dtensor
 
 SAVE = ("all", "trained")
@@ -47,7 +47,7 @@ class FrozenParams:
         if self._digests:
             frozen = _frozen(self._model)
             same = {name for name in self._sums if name in frozen and _sum(frozen[name]).equal(self._sums[name])}
-            on_all_ranks = set.intersection(*current_group().all_gather_object(same))
+            on_all_ranks = set.intersection(*collectives.all_gather_object(same))
             self._digests = {name: digest for name, digest in self._digests.items() if name in on_all_ranks}
             self._sums = {name: self._sums[name] for name in self._digests}
         return self._digests

@@ -35,7 +35,8 @@ from samplewise.loop.checkpoint.format import (
     write_state,
 )
 from samplewise.loop.checkpoint.sharding import assemble, chunks_to_write, match_chunks
-from samplewise.parallel.group import current_group, on_every_rank
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.parallel.sharded_parameters import is_dtensor
 
 PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
@@ -74,7 +75,7 @@ def write(path: Path, state: dict[Any, Any], own: Any = None) -> None:
     be the same on all ranks, except that tensors may be sharded; other entries are those of rank 0.
     own: state of this rank; `read` returns those of all ranks as a list, in the entry "per_rank". None: no such entry.
     """
-    _write_files(path, prepare(state, own), current_group().all_gather_object)
+    _write_files(path, prepare(state, own), collectives.all_gather_object)
 
 
 def check(state: dict[Any, Any]) -> None:
@@ -88,22 +89,21 @@ def prepare(state: dict[Any, Any], own: Any = None) -> Prepared:
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict; found {type_name(state)}.")
     require_safetensors()  # not needed for writing, but without it the checkpoint could not be read
-    group = current_group()
     encoder = Encoder()
     encoded, encoded_own = on_every_rank(
-        lambda: (encoder.encode(state), encoder.encode(own, (PER_RANK, group.rank)))  # names contain the rank
+        lambda: (encoder.encode(state), encoder.encode(own, (PER_RANK, collectives.rank())))  # names contain the rank
     )
     [items] = encoded.values()
     model = _whole_model(encoder)
     _check_same_structure([*[item for item in items if item[0] in SHARED], sorted(model)])
     if own is not None:
-        items.append([PER_RANK, group.all_gather_object(encoded_own)])
+        items.append([PER_RANK, collectives.all_gather_object(encoded_own)])
     text = to_json(encoded)
     on_every_rank(lambda: check_length(text))
-    offered = (*SHARED, PER_RANK) if group.rank else (*state, PER_RANK)
+    offered = (*SHARED, PER_RANK) if collectives.rank() else (*state, PER_RANK)
     others = {n: t for n, t in encoder.tensors.items() if n not in model and encoder.paths[n][0] in offered}
-    shards = {shard_file(group.rank): chunks_to_write(others)}
-    if model and group.rank == 0:
+    shards = {shard_file(collectives.rank()): chunks_to_write(others)}
+    if model and collectives.rank() == 0:
         chunks = [Chunk(name.removeprefix(MODEL_PREFIX), tensor.detach()) for name, tensor in model.items()]
         shards = {MODEL_FILE: chunks, **shards}
     return Prepared(text, shards)
@@ -117,7 +117,7 @@ def _whole_model(encoder: Encoder) -> dict[str, torch.Tensor]:
 
 
 def _check_same_structure(shared: list[Any]) -> None:
-    if not current_group().all_equal(sha256([to_json(shared)])):
+    if not collectives.all_equal(sha256([to_json(shared)])):
         raise CheckpointError(
             "model, optimizer and loss must have state dicts of the same structure on all ranks, since each rank "
             "saves a part; found that they differ. Construct them identically on every rank. To shard the state of "
@@ -130,7 +130,7 @@ def _write_files(path: Path, prepared: Prepared, gather: Gather, then: Callable[
 
     then: called on rank 0 when the checkpoint is on disk.
     """
-    rank = current_group().rank
+    rank = collectives.rank()
     partial = hidden(path, PARTIAL)
 
     def create() -> None:
@@ -192,7 +192,7 @@ def _on_each_rank(call: Callable[[], Any], path: Path, gather: Gather) -> list[A
 def _message(error: Exception, path: Path) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    rank = f" on rank {current_group().rank}" if current_group().distributed else ""
+    rank = f" on rank {collectives.rank()}" if collectives.size() > 1 else ""
     return (
         f"a checkpoint could not be written to {path}: {type(error).__name__}{rank}: {str(error).rstrip('.')}. Free "
         "disk space or fix the permissions, then save again. An existing checkpoint at this path is unchanged."
@@ -260,7 +260,7 @@ class BackgroundWriter:
             self._error = None
 
     def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * current_group().size
+        values: list[Any] = [None] * collectives.size()
         dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -287,8 +287,7 @@ def read_for_rank(path: Path) -> dict[Any, Any]:
     Each rank verifies the checksums of some of the files. Of the entry "per_rank" each rank gets its own item, or the
     first one if there were fewer ranks; the others are None.
     """
-    group = current_group()
-    return _read(Path(path), torch.device("cpu"), group.rank, group.size, select=group.rank)
+    return _read(Path(path), torch.device("cpu"), collectives.rank(), collectives.size(), select=collectives.rank())
 
 
 def _read(path: Path, device: torch.device, rank: int, size: int, select: int | None) -> dict[Any, Any]:

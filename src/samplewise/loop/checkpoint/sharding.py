@@ -14,7 +14,8 @@ from torch import Tensor
 
 from samplewise.loop.checkpoint.encoding import Malformed, TensorInfo
 from samplewise.loop.checkpoint.format import Chunk, unpacked
-from samplewise.parallel.group import current_group, on_rank_zero
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_rank_zero
 from samplewise.parallel.sharded_parameters import is_dtensor
 
 Offset = tuple[int, ...]  # in each dimension
@@ -27,17 +28,16 @@ def chunks_to_write(tensors: Mapping[str, Tensor]) -> list[Chunk]:
     A tensor that several ranks have under the same name is written by one of them; of a sharded tensor (DTensor) each
     rank writes its shard.
     """
-    if not current_group().distributed:
+    if collectives.size() == 1:
         return [_complete(name, tensor) for name, tensor in tensors.items()]
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    group = current_group()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=group.rank == 0)
-    local_plans = group.all_gather_object(planner.create_local_plan())
+    planner.set_up_planner(dict(tensors), is_coordinator=collectives.rank() == 0)
+    local_plans = collectives.all_gather_object(planner.create_local_plan())
     plans = on_rank_zero(lambda: planner.create_global_plan(local_plans)[0])
     chunks = []
-    for item in planner.finish_plan(plans[group.rank]).items:
+    for item in planner.finish_plan(plans[collectives.rank()]).items:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, Tensor) and item.tensor_data is not None  # there are tensors only
         where = item.tensor_data.chunk

@@ -41,7 +41,7 @@ from samplewise.loop.checkpoint.schema import (
     maybe,
 )
 from samplewise.loop.data.rng import derive_seed
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 from samplewise.parallel.sharded_parameters import is_dtensor
 from samplewise.step.step import Step
 from samplewise.step.window import Counters
@@ -79,7 +79,7 @@ LOAD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
 
 def savable(step: Step) -> bool:
     """Return True if no rank holds samples that cannot be saved. Collective."""
-    return not current_group().all_reduce_scalars(step._has_deferred_samples)[0]
+    return not collectives.all_reduce_scalars(step._has_deferred_samples)[0]
 
 
 def check_savable(step: Step) -> None:
@@ -104,7 +104,7 @@ def check_parts(parts: Mapping[str, Any]) -> None:
 def part_state(part: Any) -> Any:
     """Return the state dict of a part. With several ranks that of a Step omits the open window: see `rank_state`."""
     if isinstance(part, Step):
-        return part._state_dict(window=not current_group().distributed)
+        return part._state_dict(window=collectives.size() == 1)
     return part.state_dict()
 
 
@@ -115,7 +115,7 @@ def rank_state(step: Step) -> dict[str, Any]:
     state = {"random": RandomState().state_dict()}
     if compiling := step._rank_state():
         state["compiling"] = compiling
-    if current_group().distributed and current_group().all_reduce_scalars(step._has_pending_samples)[0]:
+    if collectives.size() > 1 and collectives.all_reduce_scalars(step._has_pending_samples)[0]:
         state["window"] = step._window_state()
     return state
 
@@ -172,16 +172,16 @@ def _check_window(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if there is an open window that was saved with another number of ranks."""
     ranks = len(state["per_rank"])
     has_window = any(own is not None and "window" in own for own in state["per_rank"])
-    if has_window and ranks != current_group().size:
+    if has_window and ranks != collectives.size():
         raise CheckpointError(
             f"a checkpoint with an open window of {ranks} ranks must be resumed with the same number of ranks; "
-            f"found {current_group().size}. Resume with {ranks} ranks. To change the number of ranks, save inside "
+            f"found {collectives.size()}. Resume with {ranks} ranks. To change the number of ranks, save inside "
             "epochs: ModelCheckpoint(every='100up')."
         )
-    if current_group().distributed and state["step"]["window"]["samples"]:
+    if collectives.size() > 1 and state["step"]["window"]["samples"]:
         raise CheckpointError(
             "a checkpoint with an open window of one process must be resumed with one process; found "
-            f"{current_group().size} ranks. Resume with one process until the next checkpoint."
+            f"{collectives.size()} ranks. Resume with one process until the next checkpoint."
         )
 
 
@@ -234,7 +234,7 @@ def _shard_like(value: Any, like: Any) -> Any:
 
 def load_rank_state(per_rank: list[Any], step: Step) -> None:
     """Restore what is compiled on this rank, and its part of an open window of several ranks, if there was one."""
-    rank = current_group().rank
+    rank = collectives.rank()
     own = per_rank[rank] if rank < len(per_rank) else {}
     step._load_rank_state(own.get("compiling", {}))
     if "window" in own:
@@ -246,7 +246,7 @@ def load_random_states(per_rank: list[Any], seed: int) -> None:
 
     A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
     """
-    rank = current_group().rank
+    rank = collectives.rank()
     if rank < len(per_rank):
         RandomState.from_state_dict(per_rank[rank]["random"]).restore()
     else:

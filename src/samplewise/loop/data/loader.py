@@ -20,7 +20,7 @@ from samplewise.loop.checkpoint import io
 from samplewise.loop.data.adapters import END, adapter_for, is_map_style, is_poisson, kind_name
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
 from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,14 @@ class ResumableLoader:
         first = next(batches, END)
         if not self.is_marked:
             self._adapter.order.check_equal_on_ranks(valid=at.state is None)
-        if not current_group().all_reduce_scalars(first is not END)[0]:
+        if not collectives.all_reduce_scalars(first is not END)[0]:
             self._check_not_empty(number, at)
         self._prefetched = chain([] if first is END else [first], batches)
 
     @property
     def _has_several_ranks(self) -> bool:
         """True if ranks share the epoch: then its beginning is collective, and one of them may have no batch."""
-        return self.shard.size > 1 or current_group().size > 1
+        return self.shard.size > 1 or collectives.size() > 1
 
     def _check_not_empty(self, number: int, at: DataPosition) -> None:
         """Raise BatchError for an epoch without batches, unless it was resumed at its end."""
@@ -222,9 +222,9 @@ class ResumableLoader:
         consumed: used samples of the last batch; 0 means all.
         """
         here = self.position_after(consumed)
-        if not current_group().distributed:
+        if collectives.size() == 1:
             return {"position": vars(here), "samples_used": self._used_alone(here), "data": [self.data]}
-        of_ranks = current_group().all_gather_object((vars(here), self.data))
+        of_ranks = collectives.all_gather_object((vars(here), self.data))
         positions = [DataPosition(**position) for position, _ in of_ranks]
         data = [data for _, data in of_ranks]
         return {
@@ -242,15 +242,15 @@ class ResumableLoader:
         saved = state.get("data")  # None: written by an earlier version
         if not saved:
             return
-        as_many = len(saved) == current_group().size
-        before = saved[current_group().rank] if as_many else saved[0]
+        as_many = len(saved) == collectives.size()
+        before = saved[collectives.rank()] if as_many else saved[0]
         if any(position.is_inside_epoch for position in positions):
             remedy = (
                 f"Resume with the data of the checkpoint until epoch {epoch} has ended (epochs={epoch + 1}) and change "
                 "it then, or start a new run directory."
             )
             self._check_same(before, self.data, remedy, ignore=() if as_many else ("batch size", "sharded"))
-        elif (found := differences(before, self.data)) and current_group().rank == 0:
+        elif (found := differences(before, self.data)) and collectives.rank() == 0:
             warnings.warn(
                 f"the run is resumed at the beginning of epoch {epoch} with other data than it was saved with: "
                 f"{listed(found)}. Earlier epochs used the saved data, the epochs from here on use the new data.",
@@ -285,8 +285,8 @@ class ResumableLoader:
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Go to the position of a checkpoint, also with another number of ranks."""
         positions = _positions(state)
-        if len(positions) == current_group().size:
-            self.seek(positions[current_group().rank])
+        if len(positions) == collectives.size():
+            self.seek(positions[collectives.rank()])
         elif all(position.kind is None for position in positions):
             self.seek(DataPosition())
         else:
@@ -302,7 +302,7 @@ class ResumableLoader:
         if used is None or self.first is not None or self.is_marked:
             raise CheckpointError(
                 f"inside an epoch, a run with {kind_name(first.kind)} must be resumed with the number of ranks it was "
-                f"saved with, {len(positions)}; found {current_group().size}. Start that number of ranks, or resume "
+                f"saved with, {len(positions)}; found {collectives.size()}. Start that number of ranks, or resume "
                 "from a checkpoint between two epochs."
             )
         return used

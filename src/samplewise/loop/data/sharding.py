@@ -23,7 +23,7 @@ from samplewise.core.batches import PLAIN, Path, keep_whole, leaves, length, tak
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, DistributedError
 from samplewise.loop.data.rng import nested_parts
-from samplewise.parallel.group import current_group
+from samplewise.parallel import collectives
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RankShard:
     @classmethod
     def of_this_rank(cls) -> RankShard:
         """Shard of the current rank; all samples with one process."""
-        return cls(current_group().rank, current_group().size)
+        return cls(collectives.rank(), collectives.size())
 
     @property
     def has_all_samples(self) -> bool:
@@ -125,7 +125,7 @@ class OrderChecker:
         valid: False if this rank did not start at the beginning of the epoch; its hash is then ignored.
         """
         value = int.from_bytes(self._digest.digest()[:2], "little") if valid else 0
-        ranks, total, squares = current_group().all_reduce_scalars(valid, value, value * value)
+        ranks, total, squares = collectives.all_reduce_scalars(valid, value, value * value)
         if ranks * squares != total * total:  # Cauchy-Schwarz: equal only if all values are equal
             raise DistributedError(
                 "every rank must iterate over the same samples in the same order, of which it takes its shard; found "
