@@ -80,7 +80,7 @@ class GroupedAccumulator(PerSampleAccumulator):
             positions=layout.numbers(keys),
         )
         self.measure(g, groups, self.chain.groups, record_norms=False)
-        self.keep(self.chain.groups, groups)
+        self.record_first(self.chain.groups, groups)
         (groups,) = self.ranks.weigh(self.chain.groups, [groups])
         self.add_weighted(g, groups.coefficients)
         return _result(samples, groups, owner)
@@ -249,16 +249,16 @@ class GroupAccumulation:
             raw_norms=self._norms(gradients) if "norms" in self.stage.needs else None,
             raw_dots={r: self._dots(gradients, r) for r in self.stage.references},
         )
-        self.accumulator.keep(self.stage, stats)
+        self.accumulator.record_first(self.stage, stats)
         return stats
 
     def _zero(self) -> Tensor:
-        first = next(iter(self.evaluator.trained.wanted().values()))
+        first = next(iter(self.evaluator.trained.trainable().values()))
         return torch.zeros((), dtype=first.real.dtype if first.is_complex() else first.dtype, device=first.device)
 
     def _summed_gradients(self) -> dict[str, Tensor]:
         """Gradients summed over ranks, as new tensors; `.grad` keeps this rank's gradients."""
-        wanted = self.evaluator.trained.wanted()
+        wanted = self.evaluator.trained.trainable()
         sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
         current_group().all_reduce_bucketed_(list(sums.values()))
         return sums
@@ -288,7 +288,7 @@ class GroupAccumulation:
         scale = self.evaluator.precision.scale
         return {
             name: (numbers[name] / scale).reshape(1) if name in numbers else p.new_zeros(1)
-            for name, p in self.evaluator.trained.wanted().items()
+            for name, p in self.evaluator.trained.trainable().items()
         }
 
     def _in_order(self, groups: SampleStats) -> SampleStats:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from samplewise.step.compiled import CannotCompile
-from samplewise.step.functional_optim import FunctionalOptimizer, GradientDescent
+from samplewise.step.config import FunctionalOptimizer, GradientDescent
 
 Group = Mapping[str, Any]
 State = dict[str, Tensor]

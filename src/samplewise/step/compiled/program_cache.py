@@ -22,18 +22,18 @@ from samplewise.core.reachable import Reachable
 from samplewise.core.text import plural
 from samplewise.errors import SamplewiseError, TrainingWarning
 from samplewise.step.accumulate import PlainAccumulator, WeightedAccumulator
+from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled import CannotCompile, DoesNotPay, Undecided, inductor
 from samplewise.step.compiled.calls import Calls, ValueReads, description
-from samplewise.step.compiled.dry_run import DryRun, agrees
 from samplewise.step.compiled.guards import Guards, describe, has_hooks, hooks_in
 from samplewise.step.compiled.optim import OptimBuckets, formula_of
-from samplewise.step.compiled.profitability import count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.program import Program, has_rows, signature
 from samplewise.step.compiled.tracing import Tensors, trace_backward
 from samplewise.step.compiled.update_fn import CompiledUpdate
+from samplewise.step.compiled.verify import DryRun, agrees, count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.config import StepConfig
-from samplewise.step.eager import EagerRunner
 from samplewise.step.window import BatchCursor
+from samplewise.step.window_builder import WindowBuilder
 
 SHAPES = 4  # maximum number of sample shapes that are compiled
 CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
@@ -46,10 +46,10 @@ class ProgramCache:
     with the reason.
     """
 
-    def __init__(self, eager: EagerRunner, whole: bool):
-        self.builder = eager.builder
-        self.evaluator = eager.builder.evaluator
-        self.applier = eager.applier
+    def __init__(self, builder: WindowBuilder, applier: UpdateApplier, whole: bool):
+        self.builder = builder
+        self.evaluator = builder.evaluator
+        self.applier = applier
         self.whole = whole
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self.gave_up: str | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.step.compiled import inductor
-from samplewise.step.compiled.kernels import Kernel, replaced
+from samplewise.step.compiled.inductor import Kernel, replaced
 from samplewise.step.compiled.optim import raw_view
 
 CHUNK = 256  # maximum number of updates in one call, without checking guards in between

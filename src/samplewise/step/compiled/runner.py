@@ -1,29 +1,165 @@
-"""Runner of compiled updates in one process: decides when to compile, runs programs, and falls back to uncompiled
-updates.
+"""Runners, which make the updates of a step: uncompiled, with compiled gradients, or by compiled code as a whole.
+
+Compiled gradients: the forward pass, per-sample quantities, weights and the weighted sum of a microbatch are compiled.
+The sum over microbatches and ranks, noise and the optimizer are not, so that ranks may differ in what they compile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from samplewise.core.batches import length
 from samplewise.core.text import plural
-from samplewise.step.batch_columns import record_columns
-from samplewise.step.compiled.microbatch_runner import MicrobatchRunner
+from samplewise.engine.backward import accumulate_grad
+from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.program_cache import ProgramCache
 from samplewise.step.compiled.replay import CHUNK
 from samplewise.step.config import StepConfig
-from samplewise.step.eager import EagerRunner
 from samplewise.step.update import Outcome, Update
-from samplewise.step.window import BatchCursor
+from samplewise.step.window import BatchCursor, record_columns
+from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.stats import SampleStats
+
+
+class Runner(Protocol):
+    """Makes the updates of a step from batches."""
+
+    def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
+        """Make the updates that the samples of a batch complete, and yield each one before the next one is begun;
+        remaining samples stay in the open window. `blocks`: the caller does not look at single updates, so that one
+        `Update` may stand for several.
+        """
+
+    @property
+    def status(self) -> str:
+        """State of compilation: "compiled", or the reason why updates are not compiled."""
+
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Context manager that passes notices about slow compilation to `notify(line)`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of compilation."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """State of compilation in which ranks may differ."""
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restore what `rank_state` returned."""
+
+
+class EagerRunner:
+    """Uncompiled updates: fill a window, then apply it. `status`: why updates are not compiled."""
+
+    def __init__(self, builder: WindowBuilder, applier: UpdateApplier, status: str):
+        self.builder = builder
+        self.applier = applier
+        self.status = status
+
+    def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
+        return map(self.applier.apply, self.builder.fill(cursor))
+
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "known": [],
+            "given_up": None,
+            "slower": {},
+            "tried": [],
+            "failed": [],
+            "changes": 0,
+            "values": {},
+            "settings": "",
+            "parts": {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check the state; uncompiled updates use none of it."""
+        if not {"known", "given_up"} <= state.keys() <= self.state_dict().keys():
+            raise ValueError(
+                f"the compilation state of a step must have the keys {', '.join(self.state_dict())}; found "
+                f"{', '.join(map(str, state)) or 'none'}. Load what step.state_dict() returned."
+            )
+
+    def rank_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Uncompiled updates use none of it."""
+
+
+class MicrobatchRunner:
+    """Updates made by `eager`, with gradients from compiled code where possible."""
+
+    def __init__(self, eager: EagerRunner):
+        self.eager = eager
+        self.builder = eager.builder
+        self.run = eager.run
+        self.cache = ProgramCache(eager.builder, eager.applier, whole=False)
+        self.slow_compile_notice = self.cache.slow_compile_notice
+        self.builder.compiled_sums = self.add
+        self.compiled = False  # whether gradients were compiled
+
+    @property
+    def status(self) -> str:
+        if self.cache.gave_up is not None:
+            return self.cache.gave_up
+        if self.builder.defers:
+            return "transforms that need the whole window are compiled only in a single process"
+        if self.compiled:
+            return "compiled"
+        if self.cache.slower:
+            return next(iter(self.cache.slower.values()))
+        return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
+
+    def add(self, microbatch: Any) -> SampleStats | None:
+        """Add the gradient sums of a microbatch to `.grad`, and return its per-sample results. None: nothing was done,
+        and the microbatch must be computed uncompiled, as those of the first update, which is checked for mistakes.
+        """
+        if self.cache.gave_up is not None or self.builder.counters.updates == 0:
+            return None
+        evaluator = self.builder.evaluator
+        ready = evaluator.ready
+        evaluator.ready = None  # a program is verified in passes of its own
+        try:
+            cursor = BatchCursor(microbatch)
+            program = self.cache.get(cursor, cursor.left)
+        finally:
+            evaluator.ready = ready
+        results = None if program is None else program(0, hyperparameter_version=0)
+        if program is None or results is None:
+            return None
+        for name, gradient in program.separate_gradients(results).items():
+            accumulate_grad(evaluator.trained.named[name], gradient)
+        self.compiled = True
+        return program.stats(results)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of uncompiled updates, which is equal on all ranks: see `rank_state`."""
+        return self.eager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.eager.load_state_dict(state)
+        self.cache.load_state_dict(self.eager.state_dict())
+        self.compiled = False
+
+    def rank_state(self) -> dict[str, Any]:
+        return self.cache.state_dict()
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        self.cache.load_state_dict(state)
+
 
 AUTO_AFTER = 1000  # one-sample updates before "auto" compiles: training is then likely to last
 SIZE_AFTER = 3  # microbatches of one size before the gradients of further ones are compiled: many sizes occur once
@@ -40,7 +176,7 @@ class CompiledRunner:
         self.builder = builder
         self.evaluator = builder.evaluator
         self.applier = eager.applier
-        self.cache = ProgramCache(eager, whole=True)
+        self.cache = ProgramCache(eager.builder, eager.applier, whole=True)
         self.microbatch_runner = MicrobatchRunner(eager)
         self.builder.compiled_sums = self._add_microbatch
         self._sizes: dict[str, int] = {}  # number of microbatches by size

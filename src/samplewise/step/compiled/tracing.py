@@ -41,7 +41,7 @@ class Tensors:
 
     @classmethod
     def of(cls, evaluator: LossEvaluator) -> Tensors:
-        trained = evaluator.trained.wanted()
+        trained = evaluator.trained.trainable()
         occurrences = [
             (module, name, tensor)
             for module in evaluator.modules
