@@ -142,8 +142,8 @@ class Recheck:
         return ""
 
     def _compare(self, subset: Any, microbatch: Any, first: bool, update: int) -> str | None:
-        """Description of the difference between a sample computed alone and in the batch; None if there is none. `subset`:
-        the samples of `microbatch` that are used.
+        """Description of the difference between a sample computed alone and in the batch; None if there is none.
+        `subset`: the samples of `microbatch` that are used.
         """
         reached: set[int] = set()
         difference = problem = None
@@ -250,7 +250,7 @@ class Recheck:
         return None
 
     def _compare_orders(self, microbatch: Any, subset: Any, losses: Tensor, update: int, orders: int) -> str | None:
-        """Compare the losses of the whole microbatch with those of its samples in other orders. `losses`: of `subset`."""
+        """Compare the losses of the whole microbatch with those in other orders of its samples. `losses`: of `subset`."""
         if subset is not microbatch:
             losses = self._losses(microbatch)
         if len(losses) < 3 or why_not_alone(self._losses, microbatch, losses) is not None:

@@ -72,9 +72,12 @@ def convolution(
     if not _is_one_small_image(x, weight, transposed, groups):
         return NotImplemented
     patches = stored(aten.im2col(x, weight.shape[2:], dilation, padding, stride)[0])  # (inputs × kernel, places)
-    found = weight.flatten(1) @ patches
-    found = found if bias is None else found + bias.unsqueeze(1)
-    return found.view(1, len(weight), *_size_of(x, weight, stride, padding, dilation))
+    result = weight.flatten(1) @ patches
+    result = result if bias is None else result + bias.unsqueeze(1)
+    size = [
+        (x.shape[2 + k] + 2 * padding[k] - dilation[k] * (weight.shape[2 + k] - 1) - 1) // stride[k] + 1 for k in (0, 1)
+    ]
+    return result.view(1, len(weight), *size)
 
 
 def convolution_backward(
@@ -114,14 +117,6 @@ def _is_one_small_image(x: Tensor, weight: Tensor, transposed: bool, groups: int
         and x.is_floating_point()
         and x[0, 0].numel() * weight.numel() <= SMALL_IMAGE
     )
-
-
-def _size_of(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    return [
-        (x.shape[2 + k] + 2 * padding[k] - dilation[k] * (weight.shape[2 + k] - 1) - 1) // stride[k] + 1 for k in (0, 1)
-    ]
 
 
 def attention(

@@ -245,9 +245,9 @@ class CompiledRunner:
         if self.cache.gave_up is not None or window.config.transforms.samples.uses_positions:
             return None
         size = length(microbatch) or 0
-        wanted = window.config.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
-        whole = not window.samples and size == wanted and not self._in_microbatches(size)
-        if whole or self.config.compile is not True or self.builder.counters.updates == 0:
+        samples = window.config.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
+        is_window = not window.samples and size == samples and not self._in_microbatches(size)
+        if is_window or self.config.compile is not True or self.builder.counters.updates == 0:
             return None
         count = self._sizes.get(str(size), 0)
         if count < SIZE_AFTER:
@@ -319,14 +319,19 @@ class CompiledRunner:
         several = program is not None and program.can_make_many and scheduler is None and not self.config.recheck
         may_change = scheduler is not None or (program is not None and program.update.buckets is None)
         while program is not None and cursor.consumed + size <= end and not self._recheck_due():
-            wanted = min((end - cursor.consumed) // size, CHUNK) if several else 1
-            before = self.builder.counters.updates
-            update = self._run_many(program, cursor, wanted) if wanted > 1 else self._run(program, cursor)
-            if update is None:
+            limit = min((end - cursor.consumed) // size, CHUNK) if several else 1
+            if limit > 1:
+                started = perf_counter()
+                rates = self.applier.rates()
+                count, results = program.many(cursor.consumed, limit)
+                update = self._count(program, cursor, count, results, rates, started) if count else None
+            else:
+                count = 1
+                update = self._run(program, cursor)
+            if update is None:  # the next update is not finite; nothing has changed
                 return
-            made = self.builder.counters.updates - before
             yield update
-            if made < wanted or (may_change and not self.cache.guards_hold()):
+            if count < limit or (may_change and not self.cache.guards_hold()):
                 return
 
     def _recheck_due(self) -> bool:
@@ -353,37 +358,30 @@ class CompiledRunner:
             self.applier.scheduler.step()
         return self._count(program, cursor, 1, results, rates, started)
 
-    def _run_many(self, program: Program, cursor: BatchCursor, updates: int) -> Update | None:
-        """Make up to `updates` updates; None if the first one is not finite, in which case nothing has changed."""
-        started = perf_counter()
-        rates = self.applier.rates()
-        made, results = program.many(cursor.consumed, updates)
-        return self._count(program, cursor, made, results, rates, started) if made else None
-
     def _count(
         self,
         program: Program,
         cursor: BatchCursor,
-        made: int,
+        updates: int,
         results: Sequence[Tensor],
         rates: list[Any],
         started: float,
     ) -> Update:
-        """Count the updates that a program has made of the next samples, and return them as one."""
+        """Count the `updates` that a program has made of the next samples, and return them as one."""
         builder = self.builder
         counters = builder.counters
         start = cursor.consumed
-        cursor.skip(made * program.update.samples)
+        cursor.skip(updates * program.update.samples)
         columns = []
         if builder.columns:
             rows = slice(start, cursor.consumed)
             columns = [record_columns(cursor.batch, builder.columns, counters.epochs, rows)]
-        samples = program.count * made
+        samples = program.count * updates
         norm = program.norm()
         outcome = Outcome(False, rates, lambda: torch.tensor(norm, dtype=torch.float64))
-        update = Update(counters.updates, samples, outcome, [program.stats(results)], columns, updates=made)
+        update = Update(counters.updates, samples, outcome, [program.stats(results)], columns, updates=updates)
         update.phases = {"compiled": perf_counter() - started}
-        counters.updates += made
-        counters.microbatches += made
+        counters.updates += updates
+        counters.microbatches += updates
         counters.samples += samples
         return update

@@ -55,10 +55,10 @@ class DryRun:
         self.whole = whole
         self.steps = whole and formula
         state: list[Tensor] = []
-        self._kept: dict[Any, set[Any]] = {}  # keys of the optimizer state by parameter
-        for parameter, kept in getattr(applier.optimizer, "state", {}).items():
-            state += [t for t in kept.values() if isinstance(t, Tensor)]
-            self._kept[parameter] = set(kept)
+        self._keys: dict[Any, set[Any]] = {}  # keys of the optimizer state by parameter
+        for parameter, entries in getattr(applier.optimizer, "state", {}).items():
+            state += [t for t in entries.values() if isinstance(t, Tensor)]
+            self._keys[parameter] = set(entries)
         self._touched = [*evaluator.trained.named.values(), *state]
         self._before = [t.detach().clone() for t in self._touched]
         self._restore_model = snapshot(*evaluator.modules)
@@ -85,8 +85,8 @@ class DryRun:
         results = program(start, hyperparameter_version=DRY_RUN)
         if results is None:
             return None
-        found = self._touched if self.steps else list(program.gradients(results).values())
-        return program.stats(results).losses, found
+        values = self._touched if self.steps else list(program.gradients(results).values())
+        return program.stats(results).losses, values
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -95,18 +95,18 @@ class DryRun:
             tensor.copy_(then)
         state = getattr(self.applier.optimizer, "state", {})
         for parameter in [*state]:  # a parameter that was added since the last update gets its state in this one
-            for key in [key for key in state[parameter] if key not in self._kept.get(parameter, ())]:
+            for key in [key for key in state[parameter] if key not in self._keys.get(parameter, ())]:
                 del state[parameter][key]
-            if parameter not in self._kept:
+            if parameter not in self._keys:
                 del state[parameter]
         self.evaluator.trained.clear()
 
-    def origin(self, found: Sequence[Tensor]) -> Sequence[Tensor]:
+    def origin(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """Values before the update of what it has changed; zeros for gradients."""
-        return self._before if self.steps else [torch.zeros_like(t) for t in found]
+        return self._before if self.steps else [torch.zeros_like(t) for t in values]
 
     @torch.no_grad()
-    def undone(self, update: Callable[[], Any]) -> Any:
+    def run(self, update: Callable[[], Any]) -> Any:
         """Return update(), and undo it."""
         try:
             return update()
@@ -121,42 +121,38 @@ class DryRun:
 APART = 0.1  # allowed difference, relative to the norm of the update
 LOSSES = 1e-3  # allowed difference of losses, absolute and relative
 
-Found = tuple[Tensor, list[Tensor]]  # losses, and changed tensors or gradients
-
 
 @torch.no_grad()
 def agrees(program: Program, dry_run: DryRun, start: int) -> bool | None:
     """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite."""
 
-    def uncompiled() -> Found:
-        losses, found = dry_run.uncompiled()
-        return losses, [t.clone() for t in found]
-
-    def compiled() -> Found | None:
-        found = dry_run.compiled(program, start)
-        return None if found is None else (found[0], [t.clone() for t in found[1]])
+    def copy(results: tuple[Tensor, Sequence[Tensor]] | None) -> tuple[Tensor, list[Tensor]] | None:
+        """Losses and copies of the tensors that `undo` restores."""
+        return None if results is None else (results[0], [t.clone() for t in results[1]])
 
     try:
-        losses, expected = dry_run.undone(uncompiled)
-        dry_run.undone(program.record)
-        results = dry_run.undone(compiled)
+        expected = dry_run.run(lambda: copy(dry_run.uncompiled()))
+        dry_run.run(program.record)
+        results = dry_run.run(lambda: copy(dry_run.compiled(program, start)))
     except SamplewiseError:
         return None
     if results is None:
         return None
-    same = torch.allclose(results[0], losses, rtol=LOSSES, atol=LOSSES)
-    origin = dry_run.origin(expected)
-    return same and _length(results[1], expected) <= APART * _length(expected, origin) + 1e-12
+    same_losses = torch.allclose(results[0], expected[0], rtol=LOSSES, atol=LOSSES)
+    size = _distance(expected[1], dry_run.origin(expected[1]))
+    return same_losses and _distance(results[1], expected[1]) <= APART * size + 1e-12
 
 
-def _length(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """Euclidean norm of the difference of two lists of tensors."""
-    return float(sum(_wide(x - y).abs().square().sum() for x, y in zip(a, b, strict=True))) ** 0.5
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        total += float((x - y).to(wide).abs().square().sum())
+    return total**0.5
 
 
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.complex128 if t.is_complex() else torch.float64)
-
+# --- profitability ----------------------------------------------------------------------------------------------------
 
 # Compiling took 20 to 45 ms per operation, and replaces all but library calls. Both limits were chosen by looking at a
 # few networks: a ResNet and a ViT of reduced depth, which spend more than half of their time in library calls, were
@@ -202,7 +198,7 @@ def count_operations(dry_run: DryRun, calls: Calls) -> int:
 
     library_calls = LibraryCalls()
     try:
-        _intercepted(dry_run, library_calls, run)
+        _intercept(dry_run, library_calls, run)
     except SamplewiseError as error:
         raise Undecided("this update is not finite") from error
     return library_calls.operations
@@ -216,10 +212,10 @@ def refuse_library_bound(dry_run: DryRun, operations: int) -> None:
         return
     calls = LibraryCalls()
     try:
-        taken = _intercepted(dry_run, calls, lambda: seconds(dry_run.uncompiled))
+        total = _intercept(dry_run, calls, lambda: seconds(dry_run.uncompiled))
     except SamplewiseError:
         return  # this update is not finite
-    share = calls.seconds / taken
+    share = calls.seconds / total
     if share >= LIBRARY:
         raise DoesNotPay(
             f"library calls, such as matrix products, take {share:.0%} of the time of an uncompiled update, and "
@@ -227,7 +223,7 @@ def refuse_library_bound(dry_run: DryRun, operations: int) -> None:
         )
 
 
-def _intercepted(dry_run: DryRun, calls: LibraryCalls, run: Callable[[], Any]) -> Any:
+def _intercept(dry_run: DryRun, calls: LibraryCalls, run: Callable[[], Any]) -> Any:
     """Return run() while `calls` intercepts operations, and undo the update that it computes."""
 
     def update() -> Any:
@@ -235,7 +231,7 @@ def _intercepted(dry_run: DryRun, calls: LibraryCalls, run: Callable[[], Any]) -
             return run()
 
     with dry_run.without_grads():
-        return dry_run.undone(update)
+        return dry_run.run(update)
 
 
 def refuse_slower(program: Program, dry_run: DryRun, start: int) -> None:
@@ -247,8 +243,8 @@ def refuse_slower(program: Program, dry_run: DryRun, start: int) -> None:
 
     with dry_run.without_grads():
         while len(times) < ROUNDS or (abs(gain()) < CLOSE and len(times) < MOST):
-            uncompiled = dry_run.undone(lambda: seconds(dry_run.uncompiled))
-            compiled = dry_run.undone(lambda: seconds(lambda: dry_run.compiled(program, start)))
+            uncompiled = dry_run.run(lambda: seconds(dry_run.uncompiled))
+            compiled = dry_run.run(lambda: seconds(lambda: dry_run.compiled(program, start)))
             times.append((compiled, uncompiled))
     if gain() < GAIN:
         compiled, uncompiled = (median(values) for values in zip(*times, strict=True))
