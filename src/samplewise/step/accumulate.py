@@ -171,7 +171,9 @@ class PerSampleAccumulator(Accumulator):
         g = None
         if self._measures:
             g = self.evaluator.gradients(losses, microbatch, checked=True)
-            self.measure(g, stats, self.chain.samples, self.record_norms)
+            directions = self.directions if self.chain.samples.references else {}
+            scale = self.evaluator.precision.scale
+            measure(g, stats, self.chain.samples, directions, self.record_norms, scale)
         if self.first_stats is not None:
             self.record_first(self.chain.samples, stats)
         return losses, g, stats
@@ -187,11 +189,6 @@ class PerSampleAccumulator(Accumulator):
         """Add the first results of a stage to `first_stats`, if that is asked for."""
         if self.first_stats is not None and sum(owner is stage for owner, _ in self.first_stats) < 2:
             self.first_stats.append((stage, stats))
-
-    def measure(self, g: Gradients, stats: SampleStats, stage: Stage, record_norms: bool) -> None:
-        """Add the norms and dots that this stage needs to `stats`, without the loss scale."""
-        directions = self.directions if stage.references else {}
-        measure(g, stats, stage, directions, record_norms, self.evaluator.precision.scale)
 
     def add_weighted(self, g: Gradients, coefficients: PerSample | None) -> None:
         """Accumulate Σ c·g, from gradients that are not used afterwards. In a private step, a sample with large terms,

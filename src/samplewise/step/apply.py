@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -297,7 +298,7 @@ class GradNorms:
         self._dtype = norms[0].dtype
         self._all: Tensor | Sequence[Any] = norms  # a vector; or scalars, which are numbers after `finite`
         read = norms[0].device.type == "cpu" and not sharded
-        if not read or len({norm.dtype for norm in norms}) > 1:
+        if not read or len(set(map(attrgetter("dtype"), norms))) > 1:
             stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
             self._all = self._over_ranks(stacked) if sharded else stacked
 
@@ -307,7 +308,7 @@ class GradNorms:
     def finite(self) -> bool:
         if isinstance(self._all, Tensor):
             return math.isfinite(self._all.sum().item())
-        self._all = [norm.item() for norm in self._all]
+        self._all = [*map(Tensor.item, self._all)]
         return sum(self._all) <= torch.finfo(self._dtype).max
 
     def norm(self) -> Tensor:

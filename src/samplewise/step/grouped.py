@@ -23,6 +23,7 @@ from samplewise.parallel.group import current_group
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window_ranks import WindowRanks
+from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
 
@@ -70,7 +71,10 @@ class GroupedAccumulator(PerSampleAccumulator):
     def _at_once(self, microbatch: Any, keys: list[Hashable], layout: GroupLayout) -> SampleStats:
         """Accumulate a window of one microbatch, with the gradient of each group from the engine."""
         losses, _, samples = self.stats_of(microbatch, layout.positions)
-        owner, number = _owners(keys, losses)
+        _check_keys(keys, len(losses))
+        numbers = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # in order of first occurrence
+        number = len(numbers)
+        owner = copy_to_device(torch.tensor([numbers[key] for key in keys]), losses.device)
         (samples,) = self.ranks.weigh(self.chain.samples, [samples])
         per_group = _sums(losses * samples.weights, owner, number)
         g = self.evaluator.gradients(per_group)
@@ -79,7 +83,8 @@ class GroupedAccumulator(PerSampleAccumulator):
             counts=_sums(samples.denominators, owner, number),
             positions=layout.numbers(keys),
         )
-        self.measure(g, groups, self.chain.groups, record_norms=False)
+        directions = self.directions if self.chain.groups.references else {}
+        measure(g, groups, self.chain.groups, directions, norms=False, scale=self.evaluator.precision.scale)
         self.record_first(self.chain.groups, groups)
         (groups,) = self.ranks.weigh(self.chain.groups, [groups])
         self.add_weighted(g, groups.coefficients)
@@ -187,11 +192,15 @@ class GroupAccumulation:
     def run(self) -> SampleStats | None:
         """Accumulate all groups into `.grad`; returns the per-sample results, or None if this rank has no samples."""
         if self.accumulator.needs_samples:
-            self._weigh_samples()
+            members = [m for group in self.groups for m in group.members]
+            parts = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
+            for m, stats in zip(members, self.ranks.weigh(self.accumulator.chain.samples, parts), strict=True):
+                m.stats = stats
+            self.restore()
         weighed: list[SampleStats] = []
         if self.stage.window:  # coefficients need the results of all groups, so they are computed first
-            stats = [self._group_stats(group) for group in self.groups]
-            weighed = self.ranks.weigh(self.stage, stats, torch.tensor([group.owned for group in self.groups]))
+            by_group = [self._group_stats(group) for group in self.groups]
+            weighed = self.ranks.weigh(self.stage, by_group, torch.tensor([group.owned for group in self.groups]))
             self.restore()
         sums = GradientSums(self.evaluator.trained)
         for k, group in enumerate(self.groups):
@@ -204,14 +213,6 @@ class GroupAccumulation:
             sums.add(weighed[k].coefficients)
         sums.write()
         return self._in_order(concatenate(weighed)) if any(group.members for group in self.groups) else None
-
-    def _weigh_samples(self) -> None:
-        members = [m for group in self.groups for m in group.members]
-        parts = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
-        weighed = self.ranks.weigh(self.accumulator.chain.samples, parts)
-        for m, stats in zip(members, weighed, strict=True):
-            m.stats = stats
-        self.restore()
 
     def _group_gradient(self, group: SampleGroup) -> None:
         """Compute the gradient of the group's members on this rank, into `.grad`."""
@@ -258,8 +259,8 @@ class GroupAccumulation:
 
     def _summed_gradients(self) -> dict[str, Tensor]:
         """Gradients summed over ranks, as new tensors; `.grad` keeps this rank's gradients."""
-        wanted = self.evaluator.trained.trainable()
-        sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
+        parameters = self.evaluator.trained.trainable()
+        sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in parameters.items()}
         current_group().all_reduce_bucketed_(list(sums.values()))
         return sums
 
@@ -338,17 +339,10 @@ def _members_by_group(microbatches: Sequence[Any], keys: Sequence[list[Hashable]
     start = 0
     for microbatch, row_keys in zip(microbatches, keys, strict=True):
         for key in dict.fromkeys(row_keys):
-            rows = [row for row, other in enumerate(row_keys) if other == key]
+            rows = [row for row, row_key in enumerate(row_keys) if row_key == key]
             groups.setdefault(key, []).append(Members(take(microbatch, rows), start + torch.tensor(rows)))
         start += len(row_keys)
     return groups
-
-
-def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
-    """Number of each sample's group, in order of first occurrence, and the number of groups."""
-    _check_keys(keys, len(losses))
-    numbers = {key: k for k, key in enumerate(dict.fromkeys(keys))}
-    return copy_to_device(torch.tensor([numbers[key] for key in keys]), losses.device), len(numbers)
 
 
 def _check_keys(keys: Sequence[Hashable], samples: int) -> None:

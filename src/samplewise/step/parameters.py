@@ -35,23 +35,19 @@ class TrainedParameters:
 
     def refresh(self) -> None:
         """Update `owned` and `named` if the number of the optimizer's parameters has changed."""
-        count = self._number()
-        if count != self._count:
+        if self.has_changed:
             self.owned = self._name()
-            self._count = count
+            self._count = sum(len(group["params"]) for group in self._optimizer.param_groups)
             wholes = dict(self._leaves.values())
             self.named = {name: wholes.get(name, p) for name, p in self.owned.items()}
 
     @property
     def has_changed(self) -> bool:
         """True if the optimizer has another number of parameters than at the last `refresh`."""
-        return self._number() != self._count
-
-    def _number(self) -> int:
         count = 0
         for group in self._optimizer.param_groups:
             count += len(group["params"])
-        return count
+        return count != self._count
 
     @property
     def sharded(self) -> bool:

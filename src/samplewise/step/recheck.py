@@ -250,7 +250,7 @@ class Recheck:
         return None
 
     def _compare_orders(self, microbatch: Any, subset: Any, losses: Tensor, update: int, orders: int) -> str | None:
-        """Compare the losses of the whole microbatch with those in other orders of its samples. `losses`: of `subset`."""
+        """Compare the losses of the whole microbatch with those in other orders. `losses`: of `subset`."""
         if subset is not microbatch:
             losses = self._losses(microbatch)
         if len(losses) < 3 or why_not_alone(self._losses, microbatch, losses) is not None:

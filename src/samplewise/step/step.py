@@ -232,7 +232,8 @@ class Step(CheckedAttributes):
     def _admit(self, cursor: BatchCursor) -> BatchCursor:
         """Replace the batch by the one that the policy admits, and mark its constants; returns the cursor."""
         cursor.batch, owners = self.config.policy.admit(cursor.batch)
-        cursor.keep_together(owners)
+        if owners is not None:
+            cursor.keep_together(owners)
         cursor.layouts = self._layouts
         if self._constants and cursor.batch is not None:
             cursor.batch = keep_whole(cursor.batch, self._constants)

@@ -37,12 +37,11 @@ class BatchCursor:
         self.layouts: BatchLayouts | None = None  # those of the step, if it has admitted the batch
         self._length: int | None = UNKNOWN
 
-    def keep_together(self, owners: Tensor | None) -> None:
+    def keep_together(self, owners: Tensor) -> None:
         """Cut slices of whole groups, or of a part of one group, so that the passes of a group do not depend on others.
-        `owners`: group of each row, (B,), with the rows of a group one after the other; None: rows have no groups.
+        `owners`: group of each row, (B,), with the rows of a group one after the other.
         """
-        if owners is not None:
-            self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+        self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
 
     @property
     def rows(self) -> int | None:
