@@ -152,8 +152,16 @@ class UpdateApplier:
         if max_grad_norm is not None:
             norms = norms or self._norms()
             self._clip(norms, max_grad_norm)
+        scheduled = None
         try:
-            scheduled = self._step(flag)
+            if flag is None:
+                self.optimizer.step()
+                if self.scheduler is not None:
+                    self.scheduler.step()
+            else:  # both steps can be undone if the device has skipped the update
+                flag.step(self.optimizer)
+                if self.scheduler is not None:
+                    scheduled = SchedulerStep(self.optimizer, self.scheduler)
         finally:
             self.ranks.strategy.reshard()
         if self.precision.scales:
@@ -166,16 +174,6 @@ class UpdateApplier:
         if window.config.max_grad_norm is not None:
             values = [*values, norms.norm()]  # if its squares overflow, gradients cannot be clipped
         return SkipFlag(self.trained.named_gradients(), values, window.parts, window.checks, self.config.skips)
-
-    def _step(self, flag: SkipFlag | None) -> SchedulerStep | None:
-        """Step optimizer and scheduler; with a flag, such that both steps can be undone."""
-        if flag is not None:
-            flag.step(self.optimizer)
-            return None if self.scheduler is None else SchedulerStep(self.optimizer, self.scheduler)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return None
 
     def _skip(self, problem: Exception, rates: list[Any]) -> Outcome:
         """Skip the update because of a non-finite value, or raise it."""
@@ -238,7 +236,7 @@ class UpdateApplier:
         """Values besides the gradients that must be finite: losses, those of deferred checks, and values that are
         infinite if the denominator is not positive and finite, or a count is negative.
         """
-        values = window.checks.values if window.collects else []
+        values = [] if window.checks is None else window.checks.values
         counted = False
         for part in parts:
             values.append(part.losses)
@@ -254,7 +252,7 @@ class UpdateApplier:
         return values
 
     def _problem(
-        self, norms: GradNorms, parts: Sequence[SampleStats], checks: DeferredChecks
+        self, norms: GradNorms, parts: Sequence[SampleStats], checks: DeferredChecks | None
     ) -> SamplewiseError | None:
         """Error that describes the first non-finite value of a sum that is not finite; None if all values are finite
         and only their squares overflow.

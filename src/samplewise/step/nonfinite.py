@@ -69,10 +69,11 @@ def problem_of(parts: Sequence[SampleStats], gradients: Mapping[str, Tensor]) ->
     return None
 
 
-def problem_of_checks(checks: DeferredChecks) -> SamplewiseError | None:
-    """Error of the first check that fails; None if all values are finite."""
+def problem_of_checks(checks: DeferredChecks | None) -> SamplewiseError | None:
+    """Error of the first check that fails; None if all values are finite, or all were checked at once."""
     try:
-        checks.raise_first()
+        if checks is not None:
+            checks.raise_first()
     except SamplewiseError as problem:
         return problem
     return None
@@ -112,7 +113,7 @@ class SkipFlag:
         gradients: dict[str, Tensor],
         values: Sequence[Tensor],
         parts: Sequence[SampleStats],
-        checks: DeferredChecks,
+        checks: DeferredChecks | None,
         may_skip: Callable[[Exception], bool],
     ):
         self._names = [name for name, gradient in gradients.items() if gradient.numel()]

@@ -205,8 +205,7 @@ class Window:
     summing: bool = False  # whether the ranks have begun to sum `.grad`, during the last pass of this rank
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
-    collects: bool = False  # whether non-finite values are checked at the end of the window, to save host syncs
-    checks: DeferredChecks = field(default_factory=DeferredChecks)  # values on the device that are not checked yet
+    checks: DeferredChecks | None = None  # values checked at its end, to save host syncs; None: checked at once
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
     totals: WindowTotals | None = None  # sums over all ranks, already checked for non-finite values
     seconds: float = 0.0  # of filling the window, with the forward passes

@@ -12,7 +12,7 @@ from samplewise.core.batches import length
 from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.state import Buffers
 from samplewise.core.text import plural
-from samplewise.engine.deferred_checks import collect_in
+from samplewise.engine.deferred_checks import DeferredChecks, collect_in
 from samplewise.errors import (
     BatchError,
     LoaderStopped,
@@ -197,7 +197,7 @@ class WindowBuilder:
             window = self.window
             if window.share is None:
                 window.share = self.ranks.share(samples)
-            room = window.share - window.samples
+            room = window.share - window.samples  # samples that this rank has to add
             if room > 0:
                 limit = room if self.size.size is None else min(room, self.size.size)
                 microbatch, size = cursor.take(None if limit == inf else int(limit))
@@ -208,11 +208,12 @@ class WindowBuilder:
                 if samples is not None and size is None and self._accumulator.needs_window:
                     raise BatchError(_UNCUT.format(samples=samples, found="batches that cannot be cut"))
                 if samples is None:
-                    whole = last = cursor.empty
+                    is_window = is_last = cursor.empty
                 else:
-                    whole = size == samples
-                    last = size is not None and window.samples + size == window.share
-                self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed), last)
+                    is_window = size == samples
+                    is_last = size is not None and window.samples + size == window.share
+                is_window = is_window and not (window.begun or self.ranks.distributed)
+                self._add(cursor, microbatch, size, is_window, is_last)
                 if samples is not None and window.samples > window.share:
                     excess = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
                     raise BatchError(_UNCUT.format(samples=samples, found=excess))
@@ -224,10 +225,10 @@ class WindowBuilder:
         return None
 
     def _add(
-        self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool = False, last: bool = False
+        self, cursor: BatchCursor, microbatch: Any, size: int | None, is_window: bool = False, is_last: bool = False
     ) -> None:
-        """Add a microbatch of `size` samples (None: unknown) to the window. `whole`: it is the whole window; `last`: it
-        is the last one of this rank.
+        """Add a microbatch of `size` samples (None: unknown) to the window. `is_window`: it is the whole window;
+        `is_last`: it is the last one of this rank.
         """
         started = perf_counter()
         window = self.window
@@ -247,9 +248,9 @@ class WindowBuilder:
                 window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
                 window.sized &= size is not None
             else:
-                exchanges = last and self.ranks.distributed and not self.size.automatic
+                exchanges = is_last and self.ranks.distributed and not self.size.automatic
                 with self._exchange(size) if exchanges else nullcontext():
-                    parts = self._accumulate([microbatch], whole)
+                    parts = self._accumulate([microbatch], is_window)
                 window.samples += self._count(parts, None if self._accumulator.drops_samples else size)
                 window.parts += parts
         except Exception as error:
@@ -280,7 +281,8 @@ class WindowBuilder:
             self._accumulator = self.make_accumulator()
         self._trained.refresh()
         self._trained.clear()
-        window.collects = not (self._accumulator.checks_at_once or self._trained.device.type == "cpu")
+        if not (self._accumulator.checks_at_once or self._trained.device.type == "cpu"):
+            window.checks = DeferredChecks()
         self.config.policy.begin(self._trained)
         self.ranks.strategy.begin_window()
         if self._buffers.owners:
@@ -291,17 +293,17 @@ class WindowBuilder:
         if self.checks.pending:
             self.checks.begin(self._accumulator)
 
-    def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
+    def _accumulate(self, microbatches: Sequence[Any], is_window: bool = False) -> list[SampleStats]:
         """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
         of raising.
         """
         window = self.window
         if window.failure is None:
             try:
-                if not window.collects:
-                    return self._add_gradients(microbatches, whole)
+                if window.checks is None:
+                    return self._add_gradients(microbatches, is_window)
                 with collect_in(window.checks):
-                    parts = self._add_gradients(microbatches, whole)
+                    parts = self._add_gradients(microbatches, is_window)
                 if self.checks.pending or self.ranks.distributed:
                     window.checks.settle()  # first checks and collectives need to know whether the window fails
                 return parts
@@ -315,7 +317,8 @@ class WindowBuilder:
             raise error
         self.window.failure = error
 
-    def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
+    def _add_gradients(self, microbatches: Sequence[Any], is_window: bool) -> list[SampleStats]:
+        """Accumulate gradients by compiled code, in microbatches that fit into memory, or as they are."""
         window = self.window
         accumulator = self._accumulator
         if self.compiled_sums is not None and not accumulator.needs_window:
@@ -325,7 +328,7 @@ class WindowBuilder:
         start = 0 if window.deferred else window.samples
         if self.size.automatic and not accumulator.exchanges:
             return self.size.retry(lambda pieces: accumulator.add(pieces, start), microbatches)
-        divide = whole and not window.config.transforms.on_sum  # noise is added to the sum
+        divide = is_window and not window.config.transforms.on_sum  # noise is added to the sum
         parts = accumulator.add(microbatches, start, divide)
         window.divided = accumulator.divided
         return parts
@@ -447,10 +450,11 @@ class WindowBuilder:
     def state_dict(self) -> dict[str, Any]:
         """State of the open window, as gradient sums. Samples that are not computed yet are not included."""
         window = self.window
-        try:
-            window.checks.settle()
-        except (NonFiniteLossError, NonFiniteGradientError) as error:
-            self._fail(error)
+        if window.checks is not None:
+            try:
+                window.checks.settle()
+            except (NonFiniteLossError, NonFiniteGradientError) as error:
+                self._fail(error)
         parts = window.sample_state() if not window.deferred else {}
         sums = {}
         self._guard.enter()
