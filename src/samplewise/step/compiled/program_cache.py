@@ -40,17 +40,17 @@ CHANGES = 8  # maximum number of recompilations after changes of the model or th
 
 
 class ProgramCache:
-    """Compiled programs by the signature of their samples. `whole`: a program makes a whole update; otherwise it
+    """Compiled programs by the signature of their samples. `whole_update`: a program makes a whole update; otherwise it
     computes the gradient sums of a microbatch. `gave_up`: why nothing is compiled any more; `shapes`: sample shapes
     admitted for compilation; `slower`: those among them that stay uncompiled, because compiled updates are not faster,
     with the reason.
     """
 
-    def __init__(self, builder: WindowBuilder, applier: UpdateApplier, whole: bool):
+    def __init__(self, builder: WindowBuilder, applier: UpdateApplier, whole_update: bool):
         self.builder = builder
         self.evaluator = builder.evaluator
         self.applier = applier
-        self.whole = whole
+        self.whole_update = whole_update
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self.gave_up: str | None = None
         self.shapes: list[str] = []
@@ -68,7 +68,7 @@ class ProgramCache:
     @property
     def config(self) -> StepConfig:
         """Settings of the next window, or of the one whose gradients are computed."""
-        return self.builder.config if self.whole else self.builder.window.config
+        return self.builder.config if self.whole_update else self.builder.window.config
 
     @contextmanager
     def slow_compile_notice(self, notify: Callable[[str], None]) -> Iterator[None]:
@@ -276,7 +276,7 @@ class ProgramCache:
             self.applier,
             self.config,
             example,
-            whole=self.whole,
+            whole_update=self.whole_update,
             formula=formula_of(self.applier.optimizer) is not None,
         )
 
@@ -310,15 +310,15 @@ class ProgramCache:
         accumulator = self.builder.make_accumulator()
         assert isinstance(accumulator, (PlainAccumulator, WeightedAccumulator))
         with ValueReads():
-            backward = trace_backward(accumulator, tensors, example, self.whole)
-        formula = formula_of(optimizer) if self.whole else None
+            backward = trace_backward(accumulator, tensors, example, self.whole_update)
+        formula = formula_of(optimizer) if self.whole_update else None
         names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
         update = CompiledUpdate(
             backward=backward,
             buckets=None if formula is None else OptimBuckets(formula, optimizer, names),
             samples=size,
             has_rows=[has_rows(tensor, cursor.rows) for tensor in tensors_in(cursor.batch)],
-            max_grad_norm=self.config.max_grad_norm if self.whole else None,
+            max_grad_norm=self.config.max_grad_norm if self.whole_update else None,
             checks=self.config.checks_finite,
         )
         return tensors, update
@@ -332,7 +332,7 @@ class ProgramCache:
             "there is a loss scale": self.evaluator.precision.scales,
             "the size of microbatches is automatic": self.builder.size.automatic,
             "transforms group samples, use references or add noise": bool(
-                chain.grouping or chain.samples.references or (chain.on_sum and self.whole)
+                chain.grouping or chain.samples.references or (chain.on_sum and self.whole_update)
             ),
             "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
             "modules have hooks": any(hooks_in(modules)),

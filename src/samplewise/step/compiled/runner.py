@@ -106,7 +106,7 @@ class MicrobatchRunner:
         self.eager = eager
         self.builder = eager.builder
         self.run = eager.run
-        self.cache = ProgramCache(eager.builder, eager.applier, whole=False)
+        self.cache = ProgramCache(eager.builder, eager.applier, whole_update=False)
         self.slow_compile_notice = self.cache.slow_compile_notice
         self.builder.compiled_sums = self.add
         self.compiled = False  # whether gradients were compiled
@@ -176,7 +176,7 @@ class CompiledRunner:
         self.builder = builder
         self.evaluator = builder.evaluator
         self.applier = eager.applier
-        self.cache = ProgramCache(eager.builder, eager.applier, whole=True)
+        self.cache = ProgramCache(eager.builder, eager.applier, whole_update=True)
         self.microbatch_runner = MicrobatchRunner(eager)
         self.builder.compiled_sums = self._add_microbatch
         self._sizes: dict[str, int] = {}  # number of microbatches by size

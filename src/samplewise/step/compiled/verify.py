@@ -30,8 +30,8 @@ DRY_RUN = -2  # version of no hyperparameters: a program writes its scalars befo
 
 
 class DryRun:
-    """The update of one microbatch, any number of times from the same state. `whole`: with the division of the gradient
-    sums and, if `formula`, with the optimizer's step; otherwise the gradient sums only.
+    """The update of one microbatch, any number of times from the same state. `whole_update`: with the division of the
+    gradient sums and, if `formula`, with the optimizer's step; otherwise the gradient sums only.
 
     `undo` restores parameters, optimizer state, buffers and RNG.
     """
@@ -44,7 +44,7 @@ class DryRun:
         config: StepConfig,
         microbatch: Any,
         *,
-        whole: bool,
+        whole_update: bool,
         formula: bool,
     ):
         self.accumulator = accumulator
@@ -52,8 +52,8 @@ class DryRun:
         self.applier = applier
         self.config = config
         self.microbatch = microbatch
-        self.whole = whole
-        self.steps = whole and formula
+        self.whole_update = whole_update
+        self.steps = whole_update and formula
         state: list[Tensor] = []
         self._keys: dict[Any, set[Any]] = {}  # keys of the optimizer state by parameter
         for parameter, entries in getattr(applier.optimizer, "state", {}).items():
@@ -74,7 +74,7 @@ class DryRun:
         self.accumulator.begin()
         with torch.enable_grad():
             parts = self.accumulator.add([self.microbatch], 0)
-        if self.whole:
+        if self.whole_update:
             self.applier.prepare(Window(self.config, parts=parts, samples=len(parts[0])))
         if self.steps:
             self.applier.optimizer.step()
