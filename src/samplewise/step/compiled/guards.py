@@ -267,7 +267,7 @@ class Expression:
         except (LookupError, AttributeError, ValueError):
             return False
         then = [(how, self._names[name]) for _, how, name in self._checks]
-        alike = all(COMPARED[how](a, b) for a, (how, b) in zip(now, then, strict=True))
+        alike = all(COMPARISONS[how](a, b) for a, (how, b) in zip(now, then, strict=True))
         return alike and self.update_values()
 
     def update_values(self) -> bool:
@@ -280,7 +280,7 @@ def _alike(now: Any, then: Any) -> bool:
     return now is then or (type(now) is type(then) and isinstance(now, PLAIN) and now == then)
 
 
-COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "is": _alike,
     "==": eq,
     "all_identical": lambda now, then: len(now) == len(then) and all(map(_alike, now, then)),

@@ -108,7 +108,7 @@ class Adam(Formula):
         return p - size * (mean / (square.sqrt() / root + eps)), new
 
 
-class Bare(Formula):
+class StatelessSGD(Formula):
     """sw.sgd(lr)"""
 
     def compiled_settings(self, group: Group) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ FORMULAS: dict[type, Formula] = {torch.optim.SGD: SGD(), torch.optim.Adam: Adam(
 def formula_of(optimizer: Any) -> Formula | None:
     """Return the formula of an optimizer; None for subclasses, hooks and options that change the formula."""
     if isinstance(optimizer, FunctionalOptimizer):
-        return Bare() if isinstance(optimizer.rule, GradientDescent) else None
+        return StatelessSGD() if isinstance(optimizer.rule, GradientDescent) else None
     step = optimizer.step
     while getattr(step, "_wrapped_by_lr_sched", False):  # the wrapper of LR schedulers only counts calls
         step = step.__wrapped__

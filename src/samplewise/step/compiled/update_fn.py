@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from samplewise.engine.grads.base import total
-from samplewise.step.compiled.decompositions import stored
+from samplewise.step.compiled.decompositions import materialize
 from samplewise.step.compiled.optim import OptimBuckets
 from samplewise.step.compiled.tracing import Backward
 
@@ -94,7 +94,7 @@ class CompiledUpdate:
         gradients = self.backward.gradients(results)
         square = self._square(gradients, results)
         if self.max_grad_norm is not None:  # as in torch.nn.utils.clip_grad_norm_
-            scale = stored((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
+            scale = materialize((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
             gradients = {name: g * scale.to(g.dtype) for name, g in gradients.items()}
         return gradients, square
 
@@ -104,7 +104,7 @@ class CompiledUpdate:
         Without checks, values are always written, but only after everything has been computed: an index may be out of
         range.
         """
-        fit = stored(size.isfinite() if self.checks else size.isnan() | (size >= 0))
+        fit = materialize(size.isfinite() if self.checks else size.isnan() | (size >= 0))
         for old, new in zip(before.tensors(), after.tensors(), strict=True):
             if new is not old:
                 old.copy_(torch.where(fit, new, old))
