@@ -7,8 +7,6 @@ from samplewise import testing as testing
 from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.trak import trak as trak
-from samplewise.backward import BackwardResult as BackwardResult
-from samplewise.backward import backward as backward
 from samplewise.check import check as check
 from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
 from samplewise.core.constants import batch_constants as batch_constants
@@ -52,7 +50,9 @@ from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy
 from samplewise.scan import scan as scan
-from samplewise.step.functional_optim import sgd as sgd
+from samplewise.step.backward import BackwardResult as BackwardResult
+from samplewise.step.backward import backward as backward
+from samplewise.step.config import sgd as sgd
 from samplewise.step.step import Step as Step
 from samplewise.step.update import Update as Update
 from samplewise.transforms.align import align as align

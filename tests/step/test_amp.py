@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import samplewise as sw
-from samplewise.step import amp as precision_module
+from samplewise.step import forward as precision_module
 
 N = 12
 X = torch.randn(N, 5, generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,8 @@ from torch import nn
 import samplewise as sw
 from samplewise.errors import TrainingWarning
 from samplewise.step.compiled import program_cache
-from samplewise.step.compiled.dry_run import DRY_RUN
 from samplewise.step.compiled.program import Program
+from samplewise.step.compiled.verify import DRY_RUN
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BATCHES = 9

@@ -8,7 +8,7 @@ from torch import nn
 from unrestored import Unrestored
 
 import samplewise as sw
-from samplewise.step.amp import MixedPrecision
+from samplewise.step.forward import MixedPrecision
 from samplewise.step.parameters import TrainedParameters
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samplewise.step.compiled.kernels import hoist_scalars
+from samplewise.step.compiled.inductor import hoist_scalars
 
 KERNEL = """
 extern "C"  void  kernel(const double* in_ptr0,

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import profitability, program_cache
+from samplewise.step.compiled import program_cache, verify
 
 BATCH = torch.randn(6, 4), torch.randn(6, 1)
 
 
 @pytest.fixture(autouse=True)
 def _measured_on_interpreted_code(interpreted, monkeypatch):
-    monkeypatch.setattr(program_cache, "refuse_library_bound", profitability.refuse_library_bound)
-    monkeypatch.setattr(program_cache, "refuse_slower", profitability.refuse_slower)
+    monkeypatch.setattr(program_cache, "refuse_library_bound", verify.refuse_library_bound)
+    monkeypatch.setattr(program_cache, "refuse_slower", verify.refuse_slower)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def timed(monkeypatch):
             times = {"uncompiled": uncompiled, "compiled": compiled}[kind]
             return times[made.count(kind) % len(times)]
 
-        monkeypatch.setattr(profitability, "seconds", seconds)
+        monkeypatch.setattr(verify, "seconds", seconds)
         return made
 
     return set_times
@@ -74,7 +74,7 @@ def test_slower_updates_stay_uncompiled(timed):
     reason = "compiled updates are not faster; they take 12 ms, uncompiled ones 10 ms"
     assert step.compiled == reason
     assert lines == [f"updates of 6 samples stay uncompiled: {reason}"]
-    assert len(measured) == 2 * profitability.MOST  # close to each other, so all rounds; and measured only once
+    assert len(measured) == 2 * verify.MOST  # close to each other, so all rounds; and measured only once
     plain = made(compile=False)
     run(plain)
     assert_same(values(step), values(plain))  # bit for bit: dry runs leave no trace
@@ -85,7 +85,7 @@ def test_faster_updates_are_compiled_without_a_trace_of_the_dry_runs(timed, monk
     step = made()
     assert run(step) == []
     assert step.compiled == "compiled"
-    assert measured == ["uncompiled", "compiled"] * profitability.ROUNDS
+    assert measured == ["uncompiled", "compiled"] * verify.ROUNDS
     untried = made()
     monkeypatch.setattr(program_cache, "refuse_slower", lambda *_: None)
     run(untried)
@@ -149,7 +149,7 @@ def test_a_window_that_is_not_finite_is_not_tried(timed):
     step((BATCH[0] * torch.inf, BATCH[1]))
     assert measured == []
     step(BATCH)
-    assert len(measured) == 2 * profitability.ROUNDS and step.compiled == "compiled"
+    assert len(measured) == 2 * verify.ROUNDS and step.compiled == "compiled"
 
 
 def test_tensors_that_the_loss_function_changes_are_restored():
@@ -183,13 +183,13 @@ def library(monkeypatch):
     """Function that sets the share of library calls in the time of an update."""
 
     def set_share(share, many=1):
-        class Calls(profitability.LibraryCalls):
+        class Calls(verify.LibraryCalls):
             def __exit__(self, *error):
                 super().__exit__(*error)
                 self.seconds = share
 
-        monkeypatch.setattr(profitability, "LibraryCalls", Calls)
-        monkeypatch.setattr(profitability, "MANY", many)
+        monkeypatch.setattr(verify, "LibraryCalls", Calls)
+        monkeypatch.setattr(verify, "MANY", many)
 
     return set_share
 
@@ -220,7 +220,7 @@ def test_compiled_if_library_calls_are_few_or_compiling_is_quick(timed, library,
 
 
 def test_calls_that_compiled_code_does_not_make_are_no_library_calls():
-    with profitability.LibraryCalls() as calls:
+    with verify.LibraryCalls() as calls:
         row = torch.randn(1, 512) @ torch.randn(512, 512)
         torch.outer(row[0], row[0])
         torch.randn(4, 4) @ torch.randn(4, 4)
@@ -234,6 +234,6 @@ def test_calls_that_compiled_code_does_not_make_are_no_library_calls():
         "attention": lambda: nn.functional.scaled_dot_product_attention(*torch.randn(3, 4, 2, 128, 8)),
     }
     for name, call in larger.items():
-        with profitability.LibraryCalls() as calls:
+        with verify.LibraryCalls() as calls:
             call()
         assert calls.seconds > 0, name

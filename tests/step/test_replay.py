@@ -120,12 +120,12 @@ def test_not_recorded(monkeypatch, what):
 def test_beta_and_alpha():
     a, b, c = torch.randn(5, 7), torch.randn(7, 3), torch.randn(5, 3)
     calls = []
-    with replay.CallRecorder(calls) as others:
+    with replay.CallRecorder(calls) as recorder:
         expected = torch.addmm(c, a, b, beta=0.5, alpha=-2.0, out=torch.empty(5, 3)).clone()
         torch.baddbmm(c[None], a[None], b[None], out=torch.empty(1, 5, 3))
     (call, given), (other, _) = calls
     assert call.numbers == (0.5, -2.0) and other.numbers == (1.0, 1.0)
-    assert others.seen > 0  # the clone
+    assert recorder.other_operations > 0  # the clone
     given[0].zero_()
     handles = replay.Handles()
     values = handles.of(given)

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samplewise.backward import BackwardResult, backward, without_norms
-from samplewise.backward_through import HasBackward, pass_of
 from samplewise.core.batches import pick
 from samplewise.engine.arguments import Parameters
 from samplewise.errors import PrivacyError
 from samplewise.ledger.ledger import Ledger
+from samplewise.step.backward import BackwardResult, HasBackward, backward, pass_of, without_norms
 from samplewise.transforms.chain import Chain
 
 

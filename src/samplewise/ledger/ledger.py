@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from samplewise.backward import BackwardResult
 from samplewise.core.files import absolute
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.state import RandomState
@@ -31,9 +30,10 @@ from samplewise.ledger.files import (
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
 from samplewise.ledger.rows import RowBlock
 from samplewise.parallel import collectives
-from samplewise.step.batch_columns import record_columns
+from samplewise.step.backward import BackwardResult
 from samplewise.step.step import Step
 from samplewise.step.update import Outcome, Update
+from samplewise.step.window import record_columns
 
 if TYPE_CHECKING:
     import pyarrow

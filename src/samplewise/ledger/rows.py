@@ -19,8 +19,8 @@ from samplewise.core.host_copy import HostCopy
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import load_pyarrow
-from samplewise.step.batch_columns import BatchColumns, Column
 from samplewise.step.update import Update, has_counts, has_weights
+from samplewise.step.window import BatchColumns, Column
 
 STANDARD_COLUMNS = ("id", "epoch", "update", "loss", "norm", "weight", "count")
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)

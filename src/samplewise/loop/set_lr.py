@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from samplewise.step.functional_optim import FunctionalOptimizer
+from samplewise.step.config import FunctionalOptimizer
 from samplewise.step.step import Step
 
 

@@ -50,7 +50,7 @@ BOUND_RATE = 0.2  # learning rate of an adaptive bound, in the logarithm
 class Trained(Protocol):
     """Parameters that the step trains."""
 
-    def wanted(self) -> dict[str, Tensor]:
+    def trainable(self) -> dict[str, Tensor]:
         """Those that require gradients."""
 
     def untracked_parameters(self) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class PrivateUpdate:
     def begin(self, trained: Trained) -> None:
         assert self._chain is not None
         self._model.remember()
-        wanted = trained.wanted()
+        wanted = trained.trainable()
         check_private_parameters(wanted, trained.untracked_parameters())
         self.parameters = len(wanted)
         self.term_limit = self.sensitivity * largest_terms(wanted)

@@ -5,7 +5,7 @@ give one. All sums are multiplied by the loss scale; they are divided once, at t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.state import checksum
 from samplewise.engine.deferred_checks import all_finite, current_checks
-from samplewise.engine.gradients import Gradients, require_linear
+from samplewise.engine.gradients import Gradients, require_linear, with_larger_terms
 from samplewise.parallel.mode import Parallel
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.nonfinite import problem_of_losses
@@ -136,7 +136,7 @@ class PerSampleAccumulator(Accumulator):
         if self._directions is None:
             trained = self.evaluator.trained
             with trained.without_grads():
-                self._directions = self.chain.directions(trained.wanted())
+                self._directions = self.chain.directions(trained.trainable())
         return self._directions
 
     def compute_directions(self) -> None:
@@ -148,7 +148,8 @@ class PerSampleAccumulator(Accumulator):
             return None
         numbers: list[float] = []
         for direction in self._directions.values():
-            numbers += _fingerprint(direction)
+            for d in direction.values():
+                numbers += [d.double().norm().item(), checksum(d).item()]
         return numbers
 
     def stats_of(self, microbatch: Any, positions: int | Tensor) -> tuple[Tensor, Gradients | None, SampleStats]:
@@ -172,8 +173,11 @@ class PerSampleAccumulator(Accumulator):
         g = None
         if self._measures:
             g = self.evaluator.gradients(losses, microbatch, checked=True)
-            self.measure(g, stats, self.chain.samples, self.record_norms)
-        self.keep(self.chain.samples, stats)
+            directions = self.directions if self.chain.samples.references else {}
+            scale = self.evaluator.precision.scale
+            measure(g, stats, self.chain.samples, directions, self.record_norms, scale)
+        if self.first_stats is not None:
+            self.record_first(self.chain.samples, stats)
         return losses, g, stats
 
     def stats_before_sum(self, microbatch: Any, positions: int | Tensor) -> SampleStats:
@@ -183,27 +187,23 @@ class PerSampleAccumulator(Accumulator):
             require_linear(g)
         return stats
 
-    def keep(self, stage: Stage, stats: SampleStats) -> None:
+    def record_first(self, stage: Stage, stats: SampleStats) -> None:
         """Add the first results of a stage to `first_stats`, if that is asked for."""
-        if self.first_stats is not None and sum(other is stage for other, _ in self.first_stats) < 2:
+        if self.first_stats is not None and sum(owner is stage for owner, _ in self.first_stats) < 2:
             self.first_stats.append((stage, stats))
-
-    def measure(self, g: Gradients, stats: SampleStats, stage: Stage, record_norms: bool) -> None:
-        """Add the norms and dots that this stage needs to `stats`, without the loss scale."""
-        directions = self.directions if stage.references else {}
-        measure(g, stats, stage, directions, record_norms, self.evaluator.precision.scale)
 
     def add_weighted(self, g: Gradients, coefficients: PerSample | None) -> None:
         """Accumulate Σ c·g, from gradients that are not used afterwards. In a private step, a sample with large terms,
         which absorb the sums of others by rounding, must be added alone: raises LargeTerms. If passes contain
         collectives, so that this rank cannot repeat one, such a sample contributes nothing.
         """
-        large = self.evaluator.with_large_terms(g, coefficients)
+        limit = self.evaluator.policy.term_limit
+        large = [] if limit is None else with_larger_terms(g, coefficients, limit)
         if large:
             if self.ranks.passes_alone and not self.exchanges:
                 raise LargeTerms(large)
             self.left_out += len(large)
-            coefficients = _without(coefficients, large, g)
+            coefficients = _zero_samples(coefficients, large, g)
         self.evaluator.add_weighted(g, coefficients)
 
     def all_stats(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
@@ -314,7 +314,7 @@ class LargeTerms(Exception):
         self.samples = samples
 
 
-def _without(coefficients: PerSample | None, samples: Sequence[int], g: Gradients) -> PerSample:
+def _zero_samples(coefficients: PerSample | None, samples: Sequence[int], g: Gradients) -> PerSample:
     """Coefficients that are 0 for these samples."""
     if isinstance(coefficients, dict):
         return {name: c.index_fill(0, torch.tensor(samples, device=c.device), 0) for name, c in coefficients.items()}
@@ -337,11 +337,3 @@ def refuse_nonfinite(losses: Tensor, positions: int | Tensor) -> None:
     problem = problem_of_losses(losses, positions)
     if problem is not None:
         raise problem
-
-
-def _fingerprint(direction: Mapping[str, Tensor]) -> list[float]:
-    """Norm and checksum of each parameter's tensor."""
-    numbers: list[float] = []
-    for d in direction.values():
-        numbers += [d.double().norm().item(), checksum(d).item()]
-    return numbers

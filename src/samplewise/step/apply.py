@@ -15,11 +15,18 @@ from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
-from samplewise.step.amp import MixedPrecision
 from samplewise.step.config import StepConfig
-from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients
+from samplewise.step.forward import MixedPrecision
+from samplewise.step.nonfinite import (
+    SchedulerStep,
+    SkipFlag,
+    problem_of,
+    problem_of_checks,
+    problem_of_gradients,
+    supports_flag,
+    supports_undo,
+)
 from samplewise.step.parameters import TrainedParameters
-from samplewise.step.skip_flag import SchedulerStep, SkipFlag, supports_flag, supports_undo
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window
 from samplewise.transforms.stats import SampleStats, denominator
@@ -128,23 +135,32 @@ class UpdateApplier:
         if window.failure is not None:
             return self._skip(window.failure, rates)
         self.divide(window)
-        unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
-        flags = self.flags and window.totals is None
-        others = self._other_values(unchecked, window) if self._checks else []
-        norms = self._norms(others) if self._checks else None
         flag = None
-        if norms is not None and flags:
-            flag = self._flag(window, norms, others)
-        elif norms is not None:
-            problem = self._problem(norms, unchecked, window.checks)
-            if problem is not None:
-                return self._skip(problem, rates)
+        norms = None
+        if self._checks:
+            unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
+            values = self._values_to_check(unchecked, window)
+            norms = self._norms(values)
+            if window.totals is None and self.flags:
+                flag = self._flag(window, norms, values)
+            elif not norms.finite():
+                problem = self._problem(norms, unchecked, window.checks)
+                if problem is not None:
+                    return self._skip(problem, rates)
         max_grad_norm = window.config.max_grad_norm
         if max_grad_norm is not None:
             norms = norms or self._norms()
             self._clip(norms, max_grad_norm)
+        scheduled = None
         try:
-            scheduled = self._step(flag)
+            if flag is None:
+                self.optimizer.step()
+                if self.scheduler is not None:
+                    self.scheduler.step()
+            else:  # both steps can be undone if the device has skipped the update
+                flag.step(self.optimizer)
+                if self.scheduler is not None:
+                    scheduled = SchedulerStep(self.optimizer, self.scheduler)
         finally:
             self.ranks.reshard()
         if self.precision.scales:
@@ -152,21 +168,11 @@ class UpdateApplier:
         norm = self._late_norm() if norms is None else norms.norm
         return Outcome(False, rates, norm, flag, scheduled, norm_is_known=norms is not None)
 
-    def _flag(self, window: Window, norms: GradNorms, others: Sequence[Tensor]) -> SkipFlag:
-        """Flag of the update before it is clipped. `others`: values besides the gradients that must be finite."""
+    def _flag(self, window: Window, norms: GradNorms, values: Sequence[Tensor]) -> SkipFlag:
+        """Flag of the update before it is clipped. `values`: besides the gradients, those that must be finite."""
         if window.config.max_grad_norm is not None:
-            others = [*others, norms.norm()]  # if its squares overflow, gradients cannot be clipped
-        return SkipFlag(self.trained.named_gradients(), others, window.parts, window.checks, self.config.skips)
-
-    def _step(self, flag: SkipFlag | None) -> SchedulerStep | None:
-        """Step optimizer and scheduler; with a flag, such that both steps can be undone."""
-        if flag is not None:
-            flag.step(self.optimizer)
-            return None if self.scheduler is None else SchedulerStep(self.optimizer, self.scheduler)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return None
+            values = [*values, norms.norm()]  # if its squares overflow, gradients cannot be clipped
+        return SkipFlag(self.trained.named_gradients(), values, window.parts, window.checks, self.config.skips)
 
     def _skip(self, problem: Exception, rates: list[Any]) -> Outcome:
         """Skip the update because of a non-finite value, or raise it."""
@@ -220,39 +226,39 @@ class UpdateApplier:
         factor = (max_grad_norm / (norms.norm() + 1e-6)).clamp(max=1)
         torch._foreach_mul_(self.trained.gradients(), factor)
 
-    def _norms(self, others: Sequence[Tensor] = ()) -> GradNorms:
+    def _norms(self, values: Sequence[Tensor] = ()) -> GradNorms:
         """Norms of the gradients and of other tensors."""
-        return GradNorms(self.trained.gradients(), others, self.ranks)
+        return GradNorms(self.trained.gradients(), values, self.ranks)
 
-    def _other_values(self, parts: Sequence[SampleStats], window: Window) -> list[Tensor]:
+    def _values_to_check(self, parts: Sequence[SampleStats], window: Window) -> list[Tensor]:
         """Values besides the gradients that must be finite: losses, those of deferred checks, and values that are
         infinite if the denominator is not positive and finite, or a count is negative.
         """
-        others = window.checks.values if window.collects else []
+        values = [] if window.checks is None else window.checks.values
         counted = False
         for part in parts:
-            others.append(part.losses)
+            values.append(part.losses)
             counted = counted or part.counts is not None or part.shares is not None
         if counted:
             total = torch.as_tensor(denominator(parts))
             least = [part.counts.min() for part in parts if part.counts is not None]
             if total.is_cpu:  # numbers are read at once, in less time than operations on tensors take
                 valid = 0 < total.item() < math.inf and all(count.item() >= 0 for count in least)
-                return others if valid else [*others, torch.tensor(math.inf)]
-            others.append(torch.where(total > 0, total, math.inf))
-            others += [torch.where(count < 0, math.inf, count) for count in least]
-        return others
+                return values if valid else [*values, torch.tensor(math.inf)]
+            values.append(torch.where(total > 0, total, math.inf))
+            values += [torch.where(count < 0, math.inf, count) for count in least]
+        return values
 
     def _problem(
-        self, norms: GradNorms, parts: Sequence[SampleStats], checks: DeferredChecks
+        self, norms: GradNorms, parts: Sequence[SampleStats], checks: DeferredChecks | None
     ) -> SamplewiseError | None:
-        """Error that describes the first non-finite value; None if all values are finite."""
-        if norms.finite():
-            return None
+        """Error that describes the first non-finite value of a sum that is not finite; None if all values are finite
+        and only their squares overflow.
+        """
         problem = problem_of_checks(checks) or problem_of(parts, self.trained.named_gradients())
         if self.ranks.any_shard(problem is not None):
             problem = problem or problem_of_gradients("in the part of another rank")
-        if problem is None:  # all values are finite, but the squares overflow
+        if problem is None:
             norms.recompute(self.trained.gradients())
         return problem
 
@@ -279,11 +285,11 @@ class GradNorms:
 
     __slots__ = ("_all", "_dtype", "_gradients", "_ranks", "_unit")
 
-    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], ranks: Parallel):
+    def __init__(self, gradients: Sequence[Tensor], values: Sequence[Tensor], ranks: Parallel):
         self._gradients = len(gradients)
         self._unit: float | Tensor = 1.0
         self._ranks = ranks
-        norms: Sequence[Tensor] = torch._foreach_norm([*gradients, *others])
+        norms: Sequence[Tensor] = torch._foreach_norm([*gradients, *values])
         self._dtype = norms[0].dtype
         self._all: Tensor | Sequence[Any] = norms  # a vector; or scalars, which are numbers after `finite`
         # The norm of a sharded gradient is the root of a sum over its shards, which one all-reduce gives for all.

@@ -1,25 +1,26 @@
-"""Validated settings of a step."""
+"""Arguments of a step, validated: its settings, and functions in place of a torch.optim optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.core.memory import Auto, as_microbatch
+from samplewise.core.signatures import accepts
 from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.launch import ParallelArgument
-from samplewise.step.amp import AUTOCAST_DTYPES, Precision
-from samplewise.step.functional_optim import GradientDescent
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
 from samplewise.transforms.chain import Chain, as_chain
 
 Tail = Literal["update", "drop", "carry"]
 Interaction = Literal["refuse", "allow"]
+Precision = Literal["32", "bf16-mixed", "16-mixed"]
 RECORDABLE = frozenset({"norms"})
 
 
@@ -67,8 +68,8 @@ class StepConfig:
                 "sample in its batch with the same sample alone, which differ if samples interact."
             )
         as_microbatch(self.microbatch)
-        if self.precision is not None and self.precision not in AUTOCAST_DTYPES:
-            names = ", ".join(map(repr, AUTOCAST_DTYPES))
+        if self.precision is not None and self.precision not in get_args(Precision):
+            names = ", ".join(map(repr, get_args(Precision)))
             raise ValueError(f"precision must be one of None, {names}; found {self.precision!r}.")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; found {self.compile!r}.")
@@ -138,3 +139,65 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             "scheduler must be created with the optimizer of the step; found that it has another one. "
             "Create it with the optimizer that is passed to Step(...)."
         )
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[list[Tensor], list[Tensor]], None]  # (params, gradients) -> None
+
+
+@dataclass(frozen=True)
+class GradientDescent:
+    """Gradient descent without state, p -= lr × g."""
+
+    lr: float
+
+    def __call__(self, params: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_add_(params, gradients, alpha=-self.lr)
+
+
+def sgd(lr: float) -> Rule:
+    """Stateless gradient descent p -= lr × g, for `Step(optimizer=...)`."""
+    if not lr >= 0:
+        raise ValueError(f"lr must be zero or positive; found {lr!r}.")
+    return GradientDescent(lr)
+
+
+class FunctionalOptimizer:
+    """Adapter from a function (params, gradients) -> None to the part of the optimizer interface that a step uses."""
+
+    def __init__(self, params: Iterable[Tensor], rule: Rule):
+        self.rule = rule
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params), "lr": getattr(rule, "lr", float("nan"))}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Call the function with the parameters that have a gradient, and their gradients in the same order."""
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        self.rule(params, [p.grad for p in params])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def as_optimizer(optimizer: Any, params: Iterable[Tensor]) -> Any:
+    """Validate the `optimizer` argument of `Step`; a function becomes a `FunctionalOptimizer` for `params`."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "optimizer must update the parameters from the given gradients; found LBFGS, which calls the loss function "
+            "itself. Write that loop with sw.gradients."
+        )
+    if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
+        return optimizer
+    if callable(optimizer) and not isinstance(optimizer, (type, torch.nn.Module)) and accepts(optimizer, 2):
+        return FunctionalOptimizer(params, optimizer)
+    description = type(optimizer).__name__
+    if hasattr(optimizer, "__name__"):
+        description = f"the {'class' if isinstance(optimizer, type) else 'function'} {optimizer.__name__}"
+    raise TypeError(
+        f"optimizer must be a torch.optim optimizer, or a function (params, gradients) -> None; found {description}. "
+        "Write torch.optim.SGD(model.parameters(), lr=0.1), or sw.sgd(0.1)."
+    )

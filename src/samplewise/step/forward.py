@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -29,14 +29,12 @@ from samplewise.engine.gradients import (
     prepare,
     structure_hash,
     track_terms,
-    with_larger_terms,
 )
 from samplewise.engine.graph.hook_registry import note_hooks
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.parallel.mode import Parallel
-from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
-from samplewise.step.open_window import OpenWindowGuard
-from samplewise.step.parameters import TrainedParameters
+from samplewise.step.config import Precision
+from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import UpdatePolicy
 from samplewise.transforms.stats import PerSample
 
@@ -192,7 +190,7 @@ class LossEvaluator:
         if self._coincidences and structure_hash(g) in self._coincidences:
             return self.gradients_of(scaled, interacting="allow")
         try:
-            return _prepared(g)
+            return g if is_planned(g) else _analyze(g)
         except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
             if self._is_coincidence(microbatch):
                 self._coincidences.add(structure_hash(g))
@@ -203,11 +201,11 @@ class LossEvaluator:
 
     def gradients_of(self, losses: Tensor, interacting: str = "refuse", checked: bool = False) -> Gradients:
         """Gradients of every sample, without the loss scale and without a check for interaction by coincidence."""
-        wanted = self.trained.wanted()
-        if self.ranks.sharded:  # "twice" holds the gradient of one module at a time
-            g = gradients_of(losses, wanted, self.modules, False, "twice", interacting, sharded=True)
+        parameters = self.trained.trainable()
+        if self.ranks.sharded:
+            g = gradients_of(losses, parameters, self.modules, False, "twice", interacting, sharded=True)
         else:
-            g = gradients_of(losses, wanted, self.modules, interacting=interacting, checked=checked)
+            g = gradients_of(losses, parameters, self.modules, interacting=interacting, checked=checked)
         if self.policy.term_limit is not None:
             track_terms(g)
         return g
@@ -221,7 +219,9 @@ class LossEvaluator:
             return False
         restore = self.saved_state()
         try:
-            _prepared(self.gradients_of(self.losses(copied(cut(microbatch, 0, total - 1, total)))[0]))
+            g = self.gradients_of(self.losses(copied(cut(microbatch, 0, total - 1, total)))[0])
+            if not is_planned(g):
+                _analyze(g)
         except Exception:  # also if an entry that is not per sample, with B rows, cannot be used without the last one
             return False
         finally:
@@ -240,11 +240,6 @@ class LossEvaluator:
         with self.ranks.summing():
             accumulate(g, weights, retain_graph=False, ready=self.ready, apart=self.policy.term_limit is not None)
 
-    def with_large_terms(self, g: Gradients, weights: PerSample | None) -> list[int]:
-        """Samples whose weighted terms are above the limit of the policy: see `with_larger_terms`."""
-        limit = self.policy.term_limit
-        return [] if limit is None else with_larger_terms(g, weights, limit)
-
     def add_mean(self, losses: Tensor, count_sum: Tensor | int) -> None:
         """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`."""
         total: Tensor | float = count_sum
@@ -257,10 +252,58 @@ class LossEvaluator:
             accumulate_sum(losses, torch.full_like(losses, weight))
 
 
-def _prepared(g: Gradients) -> Gradients:
-    """Prepare `g`; raise also if samples may interact, where the engine only warns."""
-    if is_planned(g):
-        return g
+def _analyze(g: Gradients) -> Gradients:
+    """Analyze the graph of `g`; raise also if samples may interact, where the engine only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", SamplesMayInteractWarning)
         return prepare(g)
+
+
+# --- mixed precision --------------------------------------------------------------------------------------------------
+
+AUTOCAST_DTYPES: dict[Precision, torch.dtype | None] = {
+    "32": None,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+GROWTH_INTERVAL = 2000  # number of updates without overflow before the loss scale is doubled
+
+
+class MixedPrecision:
+    """Precision of a step: autocast dtype and loss scale. None: no autocast, no loss scale. Scales are powers of two,
+    so that scaling is exact. The loss scale keeps float16 gradients from underflowing.
+    """
+
+    def __init__(self, name: Precision | None):
+        self.name = name
+        self.scales = name == "16-mixed"
+        self.scale = 2.0**16 if self.scales else 1.0
+        self._since_change = 0
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.name is None:
+            return nullcontext()
+        dtype = AUTOCAST_DTYPES[self.name]
+        return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+    def record_overflow(self) -> None:
+        """Halve the loss scale after a skipped update."""
+        if self.scales:
+            self.scale /= 2
+            self._since_change = 0
+
+    def record_success(self) -> None:
+        """Count an applied update; double the loss scale after GROWTH_INTERVAL of them."""
+        if not self.scales:
+            return
+        self._since_change += 1
+        if self._since_change == GROWTH_INTERVAL:
+            self.scale *= 2
+            self._since_change = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "since_change": self._since_change}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+        self._since_change = state["since_change"]

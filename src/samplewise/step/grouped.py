@@ -24,6 +24,7 @@ from samplewise.parallel.mode import Parallel
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.ranks import weigh
+from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
 
@@ -71,7 +72,10 @@ class GroupedAccumulator(PerSampleAccumulator):
     def _at_once(self, microbatch: Any, keys: list[Hashable], layout: GroupLayout) -> SampleStats:
         """Accumulate a window of one microbatch, with the gradient of each group from the engine."""
         losses, _, samples = self.stats_of(microbatch, layout.positions)
-        owner, number = _owners(keys, losses)
+        _check_keys(keys, len(losses))
+        numbers = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # in order of first occurrence
+        number = len(numbers)
+        owner = copy_to_device(torch.tensor([numbers[key] for key in keys]), losses.device)
         (samples,) = weigh(self.ranks, self.chain.samples, [samples])
         per_group = _sums(losses * samples.weights, owner, number)
         g = self.evaluator.gradients(per_group)
@@ -80,8 +84,9 @@ class GroupedAccumulator(PerSampleAccumulator):
             counts=_sums(samples.denominators, owner, number),
             positions=layout.numbers(keys),
         )
-        self.measure(g, groups, self.chain.groups, record_norms=False)
-        self.keep(self.chain.groups, groups)
+        directions = self.directions if self.chain.groups.references else {}
+        measure(g, groups, self.chain.groups, directions, norms=False, scale=self.evaluator.precision.scale)
+        self.record_first(self.chain.groups, groups)
         (groups,) = weigh(self.ranks, self.chain.groups, [groups])
         self.add_weighted(g, groups.coefficients)
         return _result(samples, groups, owner)
@@ -188,11 +193,15 @@ class GroupAccumulation:
     def run(self) -> SampleStats | None:
         """Accumulate all groups into `.grad`; returns the per-sample results, or None if this rank has no samples."""
         if self.accumulator.needs_samples:
-            self._weigh_samples()
+            members = [m for group in self.groups for m in group.members]
+            parts = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
+            for m, stats in zip(members, weigh(self.ranks, self.accumulator.chain.samples, parts), strict=True):
+                m.stats = stats
+            self.restore()
         weighed: list[SampleStats] = []
         if self.stage.window:  # coefficients need the results of all groups, so they are computed first
-            stats = [self._group_stats(group) for group in self.groups]
-            weighed = weigh(self.ranks, self.stage, stats, torch.tensor([group.owned for group in self.groups]))
+            by_group = [self._group_stats(group) for group in self.groups]
+            weighed = weigh(self.ranks, self.stage, by_group, torch.tensor([group.owned for group in self.groups]))
             self.restore()
         sums = GradientSums(self.evaluator.trained)
         for k, group in enumerate(self.groups):
@@ -205,14 +214,6 @@ class GroupAccumulation:
             sums.add(weighed[k].coefficients)
         sums.write()
         return self._in_order(concatenate(weighed)) if any(group.members for group in self.groups) else None
-
-    def _weigh_samples(self) -> None:
-        members = [m for group in self.groups for m in group.members]
-        parts = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
-        weighed = weigh(self.ranks, self.accumulator.chain.samples, parts)
-        for m, stats in zip(members, weighed, strict=True):
-            m.stats = stats
-        self.restore()
 
     def _group_gradient(self, group: SampleGroup) -> None:
         """Compute the gradient of the group's members on this rank, into `.grad`."""
@@ -250,17 +251,17 @@ class GroupAccumulation:
             raw_norms=self._norms(gradients) if "norms" in self.stage.needs else None,
             raw_dots={r: self._dots(gradients, r) for r in self.stage.references},
         )
-        self.accumulator.keep(self.stage, stats)
+        self.accumulator.record_first(self.stage, stats)
         return stats
 
     def _zero(self) -> Tensor:
-        first = next(iter(self.evaluator.trained.wanted().values()))
+        first = next(iter(self.evaluator.trained.trainable().values()))
         return torch.zeros((), dtype=first.real.dtype if first.is_complex() else first.dtype, device=first.device)
 
     def _summed_gradients(self) -> dict[str, Tensor]:
         """Gradients summed over ranks, as new tensors; `.grad` keeps this rank's gradients."""
-        wanted = self.evaluator.trained.wanted()
-        sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
+        parameters = self.evaluator.trained.trainable()
+        sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in parameters.items()}
         collectives.all_reduce_bucketed_(list(sums.values()))
         return sums
 
@@ -288,7 +289,7 @@ class GroupAccumulation:
         scale = self.evaluator.precision.scale
         return {
             name: (numbers[name] / scale).reshape(1) if name in numbers else p.new_zeros(1)
-            for name, p in self.evaluator.trained.wanted().items()
+            for name, p in self.evaluator.trained.trainable().items()
         }
 
     def _in_order(self, groups: SampleStats) -> SampleStats:
@@ -338,17 +339,10 @@ def _members_by_group(microbatches: Sequence[Any], keys: Sequence[list[Hashable]
     start = 0
     for microbatch, row_keys in zip(microbatches, keys, strict=True):
         for key in dict.fromkeys(row_keys):
-            rows = [row for row, other in enumerate(row_keys) if other == key]
+            rows = [row for row, row_key in enumerate(row_keys) if row_key == key]
             groups.setdefault(key, []).append(Members(take(microbatch, rows), start + torch.tensor(rows)))
         start += len(row_keys)
     return groups
-
-
-def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
-    """Number of each sample's group, in order of first occurrence, and the number of groups."""
-    _check_keys(keys, len(losses))
-    numbers = {key: k for k, key in enumerate(dict.fromkeys(keys))}
-    return copy_to_device(torch.tensor([numbers[key] for key in keys]), losses.device), len(numbers)
 
 
 def _check_keys(keys: Sequence[Hashable], samples: int) -> None:

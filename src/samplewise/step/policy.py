@@ -7,15 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samplewise.core.batches import length
+from samplewise.core.closure_state import state_restored
 from samplewise.core.losses import LossFn
+from samplewise.core.modes import warn
 from samplewise.errors import PrivacyError
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.privacy.private_update import PrivateUpdate
-from samplewise.step.checks import check_cut
 from samplewise.step.parameters import TrainedParameters
 from samplewise.transforms.chain import Chain, Stage
-from samplewise.transforms.stats import SampleStats, denominator
+from samplewise.transforms.stats import SampleStats, are_close, cat_values, denominator
 
 
 class OrdinaryUpdate:
@@ -78,7 +80,8 @@ class OrdinaryUpdate:
 
     def check_coefficients(self, stage: Stage, stats: SampleStats) -> None:
         """Check that transforms give each sample a coefficient of its own, with the first results they got."""
-        check_cut(stage, stats)
+        with state_restored([transform.answer for transform in stage.transforms]):
+            _compare_halves(stage, stats)
 
     def check_model(self) -> None:
         """Raise if the passes of the window have changed what they must not change."""
@@ -132,3 +135,30 @@ def make_policy(plan: Any, private_accumulator: Callable[[Any, PrivacyMeter], An
             f"privacy must be a sw.Privacy; found {type(plan).__name__}. Write sw.Privacy(epsilon=3.0, ...)."
         )
     return PrivateUpdate(plan, private_accumulator)
+
+
+def _compare_halves(stage: Stage, stats: SampleStats) -> None:
+    """Warn if a transform that is called for each microbatch gives a sample a coefficient that depends on the other
+    samples of the microbatch: compare the coefficients with those for each half of the samples. `stats`: what the
+    transforms of the stage got in the first window.
+    """
+    rows = list(range(len(stats)))
+    halves = [half for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]) if half]
+    for transform in stage.transforms:
+        if "batch" in transform.needs and length(stats.batch) != len(stats):
+            return
+        try:
+            coefficients = transform(stats)
+            repeated = transform(stats)
+            parts = [coefficients] if transform.window else [transform(stats.take(half)) for half in halves]
+        except Exception:  # it may need a certain number of samples; the calls of the update itself have succeeded
+            return
+        if not are_close(coefficients, repeated):  # random, or dependent on earlier calls
+            return
+        if not are_close(coefficients, cat_values(parts)):
+            warn(
+                f"{transform} gives a sample another weight if it is called with half of the samples, so that an "
+                "update depends on batch and microbatch size. Use sw.weight(..., window=True), which calls the "
+                "function once with the values of the whole window."
+            )
+        stats = stats.scaled(coefficients, transform.renormalizes)

@@ -95,23 +95,19 @@ class PrivateAccumulator(Accumulator):
         except NOT_FINITE:
             if self.exchanges or not self._inner.ranks.passes_alone:
                 raise
-        except LargeTerms:
+        except LargeTerms:  # add the gradient of each group by itself
             restore()
-            return self._add_one_by_one(microbatches, start)
+            assert isinstance(self._inner, GroupedAccumulator)
+            self._inner.one_by_one = True
+            try:
+                return self._add_window(microbatches, start)
+            finally:
+                self._inner.one_by_one = False
         restore()
         samples = [sample for microbatch in microbatches for sample in _samples_of(microbatch)]
         finite = [sample for sample in samples if self._is_finite(sample)]
         restore()
         return self._add_groups(finite, start, restore)
-
-    def _add_one_by_one(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
-        """Add the gradient of each group by itself."""
-        assert isinstance(self._inner, GroupedAccumulator)
-        self._inner.one_by_one = True
-        try:
-            return self._add_window(microbatches, start)
-        finally:
-            self._inner.one_by_one = False
 
     def _add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Add microbatches; raises NonFiniteGradientError if the gradient of a group is not finite."""

@@ -32,28 +32,28 @@ from samplewise.core.losses import (
     why_not_alone,
 )
 from samplewise.core.memory import is_out_of_memory
+from samplewise.core.modes import warn
 from samplewise.core.state import eval_mode
+from samplewise.core.text import listed
 from samplewise.engine.graph.graph import edge_of, is_accumulate_grad
 from samplewise.engine.graph.structure import children_below
 from samplewise.engine.reference import gradient_of
 from samplewise.errors import LossesError, NonFiniteGradientError, SamplesInteractError
-from samplewise.step.amp import AUTOCAST_DTYPES
-from samplewise.step.checks import check_untracked, warn
-from samplewise.step.forward import LossEvaluator
+from samplewise.step.forward import AUTOCAST_DTYPES, LossEvaluator
 
-FEW = 8  # number of samples that are computed alone: enough to detect interaction
+ALONE = 8  # number of samples that are computed alone: enough to detect interaction
 PROJECTED = 32  # dimensions of projected gradients, which are compared for sharded models to save memory
 
 
 class Recheck:
     """Rechecks of a step. `every`: number of updates between two rechecks; None: only the first update; False: never.
-    `own_gradients`: transforms use per-sample gradients, so that interacting samples are an error.
+    `per_sample_gradients`: transforms use them, so that interacting samples are an error.
     """
 
-    def __init__(self, evaluator: LossEvaluator, every: int | bool | None, own_gradients: bool):
+    def __init__(self, evaluator: LossEvaluator, every: int | bool | None, per_sample_gradients: bool):
         self.evaluator = evaluator
         self.every = every
-        self.own_gradients = own_gradients
+        self.per_sample_gradients = per_sample_gradients
         self._interacts = False  # whether the warning about samples that interact was given
         self._warned = False  # whether the warning about a failed recheck was given
 
@@ -67,8 +67,8 @@ class Recheck:
             return
         if first and self.every is not False:
             total = length(microbatch)
-            few = cut(microbatch, 0, FEW) if total is not None and total > FEW else microbatch
-            self._report(self._compare(few, microbatch, first, update), few)
+            subset = cut(microbatch, 0, ALONE) if total is not None and total > ALONE else microbatch
+            self._report(self._compare(subset, microbatch, first, update), subset)
         elif self.due(update):
             self._report(self._compare(microbatch, microbatch, first, update), microbatch)
 
@@ -101,9 +101,9 @@ class Recheck:
         """As `difference_of_slice`, for the losses of the step in eval mode."""
         evaluator = self.evaluator
 
-        def compute(some: Any) -> Tensor:
+        def compute(rows: Any) -> Tensor:
             with evaluator.precision.autocast(evaluator.trained.device):
-                return per_sample(evaluator.loss_fn(evaluator.model, copied(some)))[0]
+                return per_sample(evaluator.loss_fn(evaluator.model, copied(rows)))[0]
 
         with self._temporary_eval_mode(), torch.no_grad():
             return difference_of_slice(compute, batch, start, stop, self._tolerance)
@@ -117,7 +117,7 @@ class Recheck:
         if self.evaluator.interacting == "allow":
             return
         difference += self._possible_constants(microbatch)
-        if self.own_gradients or self.every:
+        if self.per_sample_gradients or self.every:
             raise SamplesInteractError(
                 f"samples must not depend on each other if per-sample gradients are used; found that {difference}. "
                 "Look for batch statistics, and for losses computed from several samples. Mix samples (mixup) in "
@@ -141,27 +141,27 @@ class Recheck:
             return f", unless {problem.names} is kept whole. If it is not per sample: {problem.remedy}"
         return ""
 
-    def _compare(self, few: Any, microbatch: Any, first: bool, update: int) -> str | None:
-        """Description of the difference between a sample computed alone and in the batch; None if there is none. `few`:
-        the samples of `microbatch` that are used.
+    def _compare(self, subset: Any, microbatch: Any, first: bool, update: int) -> str | None:
+        """Description of the difference between a sample computed alone and in the batch; None if there is none.
+        `subset`: the samples of `microbatch` that are used.
         """
         reached: set[int] = set()
         difference = problem = None
 
         def examine() -> str | None:
             with self._temporary_eval_mode():
-                losses = self._losses(few)
+                losses = self._losses(subset)
                 reached.update(_leaves(losses) if first else ())
                 # Orders first: a loss function may fail for one sample alone.
-                difference = self._compare_orders(microbatch, few, losses, update, ORDERS if first else 1)
-                return difference or self._compare_alone(few, losses, update, FEW if first else 1)
+                difference = self._compare_orders(microbatch, subset, losses, update, ORDERS if first else 1)
+                return difference or self._compare_alone(subset, losses, update, ALONE if first else 1)
 
         try:
             difference = examine()
         except Exception as error:
             self._raise_unless_caused_here(error, microbatch, examine)
             problem = str(error).partition("\n")[0]
-        check_untracked(self.evaluator.trained.untracked_parameters(), reached)
+        _check_untracked(self.evaluator.trained.untracked_parameters(), reached)
         if problem is not None and self.every:
             self._warn(f"the recheck could not compute a sample alone in eval mode: {problem}")
         return difference
@@ -237,10 +237,10 @@ class Recheck:
         except NonFiniteGradientError:  # an overflow, which the finite check of the update handles
             return None
         for row in rows:
-            one = torch.zeros_like(weights)
-            one[row] = 1
+            single = torch.zeros_like(weights)
+            single[row] = 1
             there = self._gradient_alone(loss_alone(self._losses, microbatch, row))
-            here = self._gradient_among(microbatch, losses, one)
+            here = self._gradient_among(microbatch, losses, single)
             if not self._are_near(here, there, losses):
                 off, size = _distance(here, there)
                 return (
@@ -249,9 +249,9 @@ class Recheck:
                 )
         return None
 
-    def _compare_orders(self, microbatch: Any, few: Any, losses: Tensor, update: int, orders: int) -> str | None:
-        """Compare the losses of the whole microbatch with those of its samples in other orders. `losses`: of `few`."""
-        if few is not microbatch:
+    def _compare_orders(self, microbatch: Any, subset: Any, losses: Tensor, update: int, orders: int) -> str | None:
+        """Compare the losses of the whole microbatch with those in other orders. `losses`: of `subset`."""
+        if subset is not microbatch:
             losses = self._losses(microbatch)
         if len(losses) < 3 or why_not_alone(self._losses, microbatch, losses) is not None:
             return None
@@ -261,9 +261,9 @@ class Recheck:
         name = f"sample {row} of {len(losses)}"
         if len(alone) != 1:
             return f"{name} has {len(alone)} losses instead of 1 when it is computed alone"
-        others = losses.detach().clone()
-        others[row] = alone[0].detach()
-        if differing(losses.detach(), others, self._tolerance(losses))[row]:
+        replaced = losses.detach().clone()
+        replaced[row] = alone[0].detach()
+        if differing(losses.detach(), replaced, self._tolerance(losses))[row]:
             return f"{name} has loss {losses[row].item():.6g} in the batch and {alone[0].item():.6g} alone"
         return None
 
@@ -274,7 +274,7 @@ class Recheck:
 
     def _gradient_among(self, microbatch: Any, losses: Tensor, weights: Tensor) -> dict[str, Tensor]:
         """Weighted sum of the gradients of the samples of the microbatch, as transforms use them."""
-        if not self.own_gradients:
+        if not self.per_sample_gradients:
             return self._gradient_alone((losses * weights).sum()[None])
         g = self.evaluator.gradients(losses, microbatch)
         if self.evaluator.ranks.sharded:  # whole gradients do not exist at one time
@@ -287,7 +287,7 @@ class Recheck:
         """Gradient of one loss (1,). Of a sharded model a random projection, with the same norm in expectation."""
         if self.evaluator.ranks.sharded:
             return {"": self.evaluator.gradients_of(loss).project(PROJECTED)[0]}
-        return gradient_of(loss, self.evaluator.trained.wanted(), torch.ones_like(loss))
+        return gradient_of(loss, self.evaluator.trained.trainable(), torch.ones_like(loss))
 
     def _tolerance(self, losses: Tensor) -> float:
         """Relative tolerance: three times the square root of the machine epsilon, about half of the digits."""
@@ -300,9 +300,9 @@ class Recheck:
         is none.
         """
         total = length(microbatch)
-        with self._temporary_eval_mode(), Broadcasts(total or 0) as seen:
+        with self._temporary_eval_mode(), Broadcasts(total or 0) as broadcasts:
             self._losses(microbatch)
-        return None if seen.operation is None else broadcast_cause(seen.operation, total or 0)
+        return None if broadcasts.operation is None else broadcast_cause(broadcasts.operation, total or 0)
 
 
 class Broadcasts(TorchFunctionMode):
@@ -318,6 +318,16 @@ class Broadcasts(TorchFunctionMode):
         if {(self.samples, 1), (self.samples,)} <= shapes and self.operation is None:
             self.operation = getattr(func, "__name__", str(func))
         return func(*args, **(kwargs or {}))
+
+
+def _check_untracked(untracked: dict[str, Tensor], reached: set[int]) -> None:
+    """Warn about parameters that the loss reaches and that the optimizer does not have. `reached`: ids of leaves."""
+    missed = [name for name, p in untracked.items() if id(p) in reached]
+    if missed:
+        warn(
+            f"the loss reaches parameters that the optimizer does not have: {listed(missed)}. They are not trained. "
+            "Add them to the optimizer, or freeze them with requires_grad_(False)."
+        )
 
 
 def _leaves(losses: Tensor) -> set[int]:

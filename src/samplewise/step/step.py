@@ -27,28 +27,25 @@ from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.launch import join_ranks
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
-from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
-from samplewise.step.batch_layouts import BatchLayouts
-from samplewise.step.compiled.microbatch_runner import MicrobatchRunner
-from samplewise.step.compiled.runner import CompiledRunner
+from samplewise.step.compiled.runner import CompiledRunner, EagerRunner, MicrobatchRunner, Runner
 from samplewise.step.config import (
+    FunctionalOptimizer,
+    Rule,
     StepConfig,
     Tail,
+    as_optimizer,
     as_record,
     check_order,
     check_scheduler,
 )
-from samplewise.step.eager import EagerRunner, Runner
-from samplewise.step.forward import LossEvaluator
-from samplewise.step.functional_optim import FunctionalOptimizer, Rule, as_optimizer
-from samplewise.step.open_window import OpenWindowGuard
-from samplewise.step.parameters import TrainedParameters
+from samplewise.step.forward import LossEvaluator, MixedPrecision
+from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import make_policy
 from samplewise.step.private_accumulate import PrivateAccumulator
 from samplewise.step.ranks import make_ranks
 from samplewise.step.update import Totals, Update
-from samplewise.step.window import BatchCursor, Counters
+from samplewise.step.window import BatchCursor, BatchLayouts, Counters
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import Chain, Transforms, as_chain
 
@@ -206,12 +203,12 @@ class Step(CheckedAttributes):
     def __repr__(self) -> str:
         optimizer = self._applier.optimizer  # without waiting for the device
         rule = getattr(optimizer, "rule", optimizer)
-        parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
-        names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
+        objects = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
+        names = [getattr(value, "__qualname__", None) or type(value).__name__ for value in objects]
         settings = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
-        shown = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
-        shown += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
-        return f"Step({', '.join(names + shown)})"
+        arguments = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
+        arguments += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
+        return f"Step({', '.join(names + arguments)})"
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
@@ -224,22 +221,23 @@ class Step(CheckedAttributes):
     def _over(self, loader: Iterable[Any], blocks: bool) -> Iterator[Update]:
         check_loader(loader)
         with self._windows.discard_on_error(), suppress(LoaderStopped):
-            yield from self._unused(blocks)
+            yield from self._use_up(blocks)
             for number, batch in enumerate(loader):
                 cursor = batch if isinstance(batch, BatchCursor) else BatchCursor(batch, number=number)
-                yield from self._runner.run(self._admitted(cursor), blocks)
+                yield from self._runner.run(self._admit(cursor), blocks)
             yield from map(self._applier.apply, self._windows.end())
 
-    def _admitted(self, cursor: BatchCursor) -> BatchCursor:
-        """The cursor over the batch that the policy admits, with the constants of the batch marked."""
+    def _admit(self, cursor: BatchCursor) -> BatchCursor:
+        """Replace the batch by the one that the policy admits, and mark its constants; returns the cursor."""
         cursor.batch, owners = self.config.policy.admit(cursor.batch)
-        cursor.keep_together(owners)
+        if owners is not None:
+            cursor.keep_together(owners)
         cursor.layouts = self._layouts
         if self._constants and cursor.batch is not None:
             cursor.batch = keep_whole(cursor.batch, self._constants)
         return cursor
 
-    def _unused(self, blocks: bool = False) -> Iterator[Update]:
+    def _use_up(self, blocks: bool = False) -> Iterator[Update]:
         """Updates that the unused samples of the current batch complete."""
         cursor = self._windows.cursor
         if cursor is not None:
@@ -257,8 +255,8 @@ class Step(CheckedAttributes):
         batch or `flush`.
         """
         with self._windows.discard_on_error():
-            updates = list(self._unused())
-            cursor = self._admitted(BatchCursor(batch))
+            updates = list(self._use_up())
+            cursor = self._admit(BatchCursor(batch))
             updates += self._runner.run(cursor, blocks=False)
         return updates
 
@@ -266,7 +264,7 @@ class Step(CheckedAttributes):
         """Add a batch of any size to the window without making an update."""
         self.config.policy.check_manual()
         with self._windows.discard_on_error():
-            self._windows.accumulate(self._admitted(BatchCursor(batch)))
+            self._windows.accumulate(self._admit(BatchCursor(batch)))
 
     def apply(self) -> Update:
         """Make one update from the accumulated samples. With several ranks, every rank must call it; some ranks may

@@ -13,8 +13,8 @@ from torch import Tensor
 from samplewise.core.means import WeightedMean
 from samplewise.errors import LossesError, ParameterError, PrivacyError
 from samplewise.parallel.mode import WindowTotals
-from samplewise.step.batch_columns import BatchColumns, columns_of
-from samplewise.step.skip_flag import SchedulerStep, SkipFlag
+from samplewise.step.nonfinite import SchedulerStep, SkipFlag
+from samplewise.step.window import BatchColumns, join_columns
 from samplewise.transforms.stats import SampleStats, cat, cat_values, total_count, total_loss
 
 
@@ -137,7 +137,7 @@ class Update:
     @property
     def norms(self) -> Tensor:
         norms = [part.unscaled_norms for part in self._checked_parts()]
-        if any(each is None for each in norms):
+        if any(values is None for values in norms):
             raise ParameterError(
                 "update.norms must be requested before the update is made; found no request for update "
                 f"{self.index}. Use Step(..., record=['norms']), or step.require(norms=True) before the update."
@@ -151,24 +151,25 @@ class Update:
 
     @property
     def columns(self) -> dict[str, Tensor | list[Any]]:
-        return {**columns_of(self._batch_columns), **self._loss_columns}
+        return {**join_columns(self._batch_columns), **self._loss_columns}
 
     @property
     def _loss_columns(self) -> dict[str, Tensor]:
         """Columns returned by the loss function, name -> (samples,)."""
-        found = [p.columns or {} for p in self._checked_parts()]
-        other = next((columns for columns in found if columns.keys() != found[0].keys()), None)
-        if other is not None:
+        parts = [p.columns or {} for p in self._checked_parts()]
+        first = parts[0]
+        different = next((columns for columns in parts if columns.keys() != first.keys()), None)
+        if different is not None:
             raise LossesError(
                 "loss_fn must return the same columns for every microbatch of a window; found "
-                f"{' and '.join(', '.join(columns) or 'none' for columns in (found[0], other))}. Return every "
+                f"{' and '.join(', '.join(columns) or 'none' for columns in (first, different))}. Return every "
                 "column each time, with NaN for unknown values."
             )
-        return {name: cat([columns[name] for columns in found]) for name in found[0]}
+        return {name: cat([columns[name] for columns in parts]) for name in first}
 
     def _has_columns(self, *names: str) -> bool:
         """True if these batch columns were recorded for all samples of the update."""
-        return bool(self._batch_columns) and all(name in each.values for name in names for each in self._batch_columns)
+        return bool(self._batch_columns) and all(name in part.values for name in names for part in self._batch_columns)
 
     @property
     def grad_norm(self) -> float:
@@ -189,15 +190,15 @@ class Update:
 
     def __repr__(self) -> str:
         # Debuggers call this at any time and on one rank: no collective, and no error that is raised only once.
-        shown = [f"index={self.index}", f"samples={'hidden' if self._hidden else self._samples}"]
+        fields = [f"index={self.index}", f"samples={'hidden' if self._hidden else self._samples}"]
         if self._was_skipped:
-            shown.append("skipped=True")
+            fields.append("skipped=True")
         else:
-            shown.append("loss=hidden" if self._hidden else f"loss={self.loss:.4g}")
-            shown += [f"grad_norm={self.grad_norm:.4g}"] if self._outcome.norm_is_known else []
+            fields.append("loss=hidden" if self._hidden else f"loss={self.loss:.4g}")
+            fields += [f"grad_norm={self.grad_norm:.4g}"] if self._outcome.norm_is_known else []
         rates = self.lr if isinstance(self.lr, tuple) else (self.lr,)
         lr = ", ".join(f"{rate:.4g}" for rate in rates)
-        return f"Update({', '.join(shown)}, lr={lr if len(rates) == 1 else f'({lr})'})"
+        return f"Update({', '.join(fields)}, lr={lr if len(rates) == 1 else f'({lr})'})"
 
 
 class Totals:
@@ -278,9 +279,9 @@ class Totals:
             skipped += 1
         else:
             self._count_last()
-        shown = [f"updates={self._updates}", *([f"skipped={skipped}"] if skipped else [])]
+        counts = [f"updates={self._updates}", *([f"skipped={skipped}"] if skipped else [])]
         samples, loss = ("hidden", "hidden") if self._hidden else (self._samples, f"{self._mean_loss():.4g}")
-        return f"Totals({', '.join(shown)}, samples={samples}, loss={loss}, seconds={self.seconds:.2f})"
+        return f"Totals({', '.join(counts)}, samples={samples}, loss={loss}, seconds={self.seconds:.2f})"
 
 
 def has_weights(update: Update) -> bool:

@@ -1,26 +1,26 @@
-"""Windows: cursor over a batch, the samples accumulated for the next update, and the counters of a step."""
+"""Windows: the cursor over a batch, the samples accumulated for the next update and the batch columns recorded for
+them, and the counters of a step.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samplewise.core.batches import cut, length
+from samplewise.core.batches import Path, cut, length, name_of, pick, row_counts
 from samplewise.engine.deferred_checks import DeferredChecks
-from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
+from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.parallel.mode import WindowTotals
-from samplewise.step.batch_columns import BatchColumns
-from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
 from samplewise.step.nonfinite import problem_of_counts
 from samplewise.transforms.stats import PerSample, SampleStats, cat, cat_values, denominator, total_count
 
-UNKNOWN = -1
+UNKNOWN = -1  # length of a batch that was not computed yet; None: the batch cannot be cut
 
 
 class BatchCursor:
@@ -30,27 +30,20 @@ class BatchCursor:
 
     __slots__ = ("_ends", "_length", "batch", "consumed", "empty", "layouts", "number")
 
-    def __init__(
-        self,
-        batch: Any,
-        consumed: int = 0,
-        number: int | None = None,
-        layouts: BatchLayouts | None = None,
-    ):
+    def __init__(self, batch: Any, consumed: int = 0, number: int | None = None):
         self._ends: list[int] | None = None  # of groups that are kept together
         self.batch = batch
         self.consumed = consumed
         self.empty = False
         self.number = number
-        self.layouts = layouts
+        self.layouts: BatchLayouts | None = None  # those of the step, if it has admitted the batch
         self._length: int | None = UNKNOWN
 
-    def keep_together(self, owners: Tensor | None) -> None:
+    def keep_together(self, owners: Tensor) -> None:
         """Cut slices of whole groups, or of a part of one group, so that the passes of a group do not depend on others.
-        `owners`: group of each row, (B,), with the rows of a group one after the other; None: rows have no groups.
+        `owners`: group of each row, (B,), with the rows of a group one after the other.
         """
-        if owners is not None:
-            self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+        self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
 
     @property
     def rows(self) -> int | None:
@@ -87,7 +80,7 @@ class BatchCursor:
             return self.batch, None
         stop = total if limit is None else min(start + limit, total)
         if self._ends is not None:
-            stop = _end_of_slice(self._ends, start, stop)
+            stop = self._end_of_slice(self._ends, start, stop)
         self.consumed = stop
         self.empty = stop == total
         if start == 0 and stop == total:
@@ -96,14 +89,77 @@ class BatchCursor:
             self.layouts.record_slice(self.batch)
         return cut(self.batch, start, stop, total), stop - start
 
+    @staticmethod
+    def _end_of_slice(ends: list[int], start: int, stop: int) -> int:
+        """End of a slice of rows start:stop that has whole groups, or rows of one group only. `ends`: of all groups."""
+        group = bisect_right(ends, start)  # that of row `start`
+        first = ends[group - 1] if group else 0
+        if start > first or stop < ends[group]:
+            return min(stop, ends[group])
+        return ends[bisect_right(ends, stop) - 1]
 
-def _end_of_slice(ends: list[int], start: int, stop: int) -> int:
-    """End of a slice of rows start:stop that has whole groups, or rows of one group only. `ends`: of all groups."""
-    group = bisect_right(ends, start)  # that of row `start`
-    first = ends[group - 1] if group else 0
-    if start > first or stop < ends[group]:
-        return min(stop, ends[group])
-    return ends[bisect_right(ends, stop) - 1]
+
+class BatchLayouts:
+    """Structures of the batches of a step, as strings. A batch whose tensors have different numbers of rows is not
+    sliced; then no batch of the same structure is, also if all numbers are equal by chance, as those of a (T, T) mask
+    and of T samples.
+    """
+
+    def __init__(self) -> None:
+        self.sliced: set[str] = set()
+        self.whole: set[str] = set()
+        self._recorded: set[tuple[Any, ...]] = set()  # types and keys of the batches in `sliced`
+
+    def length(self, batch: Any) -> int | None:
+        """Number of samples of a batch that may be sliced; None if it may not. Raises BatchError if batches of its
+        structure were sliced before and must not be.
+        """
+        rows = length(batch)
+        if rows is None:
+            counts = row_counts(batch)
+            if len(set(counts.values())) > 1:
+                self._refuse_slices(counts)
+        elif self.whole and _structure(row_counts(batch)) in self.whole:
+            return None
+        return rows
+
+    def record_slice(self, batch: Any) -> None:
+        """Record that a batch of this structure is sliced."""
+        keys = (
+            type(batch),
+            tuple(batch) if isinstance(batch, Mapping) else len(batch) if isinstance(batch, (tuple, list)) else 0,
+        )
+        if keys not in self._recorded:  # traversing every batch would cost microseconds
+            self._recorded.add(keys)
+            self.sliced.add(_structure(row_counts(batch)))
+
+    def _refuse_slices(self, counts: dict[Path, int]) -> None:
+        """Record a structure that must not be sliced; raise BatchError if it was."""
+        structure = _structure(counts)
+        self.whole.add(structure)
+        if structure in self.sliced:
+            listing = ", ".join(f"{rows} in {name_of(path)}" for path, rows in counts.items())
+            raise BatchError(
+                "all tensors of a batch must have one row per sample if batches are sliced, except for those that the "
+                f"loss function declares as constants; found rows: {listing}. In earlier batches these numbers were "
+                "equal, so that all tensors were sliced, and their updates may be wrong. Decorate the loss function "
+                'with @sw.batch_constants("mask"), with the keys of the entries that are not per sample.'
+            )
+
+    def state_dict(self) -> dict[str, list[str]]:
+        return {"sliced": sorted(self.sliced), "whole": sorted(self.whole)}
+
+    def load_state_dict(self, state: dict[str, list[str]]) -> None:
+        self.sliced = set(state["sliced"])
+        self.whole = set(state["whole"])
+        self._recorded = set()
+
+
+def _structure(counts: dict[Path, int]) -> str:
+    return repr(list(counts))
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -138,8 +194,7 @@ class Window:
     summing: bool = False  # whether the ranks have begun to sum `.grad`, during the last pass of this rank
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
-    collects: bool = False  # whether non-finite values are checked at the end of the window, to save host syncs
-    checks: DeferredChecks = field(default_factory=DeferredChecks)  # values on the device that are not checked yet
+    checks: DeferredChecks | None = None  # values checked at its end, to save host syncs; None: checked at once
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
     totals: WindowTotals | None = None  # sums over all ranks, already checked for non-finite values
     seconds: float = 0.0  # of filling the window, with the forward passes
@@ -158,13 +213,23 @@ class Window:
 
     # --- state -----------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, PerSample]:
+    def sample_state(self) -> dict[str, PerSample]:
         """Per-sample results of all parts, concatenated."""
         columns = {name: [getattr(part, source) for part in self.parts] for name, source in SAVED.items()}
         return {name: cat_values(values) for name, values in columns.items() if values and values[0] is not None}
 
-    def failure_state(self) -> list[str]:
-        return [] if self.failure is None else [type(self.failure).__name__, str(self.failure)]
+    @classmethod
+    def from_state(cls, config: StepConfig, state: dict[str, Any]) -> Window:
+        """Window restored from a state of `WindowBuilder`, without the gradient sums."""
+        if not state["samples"]:  # other ranks may have samples
+            return Window(config, restored=True)
+        stats = SampleStats(**{SAVED[name]: values for name, values in state["samples"].items()})
+        columns = [BatchColumns(**column) for column in state["columns"]]
+        window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=columns)
+        if state["failure"]:
+            kind, message = state["failure"]
+            window.failure = {e.__name__: e for e in (NonFiniteLossError, NonFiniteGradientError)}[kind](message)
+        return window
 
 
 SAVED = {  # name in a state dict -> attribute of SampleStats
@@ -177,37 +242,67 @@ SAVED = {  # name in a state dict -> attribute of SampleStats
 }
 
 
-def restored(config: StepConfig, parts: dict[str, Any], failure: list[str], columns: list[dict[str, Any]]) -> Window:
-    """Window restored from its state."""
-    if not parts:  # other ranks may have samples
-        return Window(config, restored=True)
-    stats = SampleStats(**{SAVED[name]: values for name, values in parts.items()})
-    batch_columns = [BatchColumns(**column) for column in columns]
-    window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=batch_columns)
-    if failure:
-        kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
-        window.failure = kinds[failure[0]](failure[1])
-    return window
-
-
 def empty_stats(like: Tensor) -> SampleStats:
     """Results of 0 samples, for a rank that has none in the window."""
     wide = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
-    none = torch.zeros(0, dtype=wide, device=like.device)
-    return SampleStats(none, raw_norms=none)
+    empty = torch.zeros(0, dtype=wide, device=like.device)
+    return SampleStats(empty, raw_norms=empty)
 
 
-def unknown_stats(samples: int, others: Sequence[SampleStats]) -> SampleStats:
+def unknown_stats(samples: int, parts: Sequence[SampleStats]) -> SampleStats:
     """Results filled with NaN, for a window that is skipped before its losses are computed. They have the same fields
-    and columns as the other parts of the window.
+    and columns as `parts`, the other results of the window.
     """
     unknown = torch.full((samples,), torch.nan)
-    if not others:
+    if not parts:
         return SampleStats(unknown, raw_norms=unknown)
 
-    def like(values: PerSample | None) -> Any:
-        if isinstance(values, dict):
-            return dict.fromkeys(values, unknown)
-        return None if values is None else unknown
+    fields: dict[str, Any] = {}
+    for name in SAVED.values():
+        values = getattr(parts[0], name)
+        if values is not None:
+            fields[name] = dict.fromkeys(values, unknown) if isinstance(values, dict) else unknown
+    return SampleStats(**fields)
 
-    return SampleStats(**{name: like(getattr(others[0], name)) for name in SAVED.values()})
+
+# --- batch columns ----------------------------------------------------------------------------------------------------
+
+Column = Tensor | list[Any]  # one entry per sample
+
+
+@dataclass(slots=True)
+class BatchColumns:
+    """Values of the batch for each sample of one microbatch, and the epoch of these samples."""
+
+    epoch: int
+    values: dict[str, Column]
+
+
+def record_columns(batch: Any, keys: Mapping[str, Hashable], epoch: int, rows: slice | None = None) -> BatchColumns:
+    """Values of the batch, or of these rows of it, under the keys. `keys`: column name -> key of the batch."""
+    values = {name: pick(batch, key) for name, key in keys.items()}
+    if rows is not None:
+        values = {name: column[rows] for name, column in values.items()}
+    return BatchColumns(epoch, values)
+
+
+def join_columns(parts: Sequence[BatchColumns]) -> dict[str, Column]:
+    """Columns of all microbatches, concatenated, and "epoch". Columns that a microbatch lacks are left out."""
+    if not parts:
+        return {}
+    names = [name for name in parts[0].values if all(name in part.values for part in parts)]
+    columns: dict[str, Column] = {name: _join([part.values[name] for part in parts]) for name in names}
+    if names:
+        columns["epoch"] = torch.cat([torch.full((len(part.values[names[0]]),), part.epoch) for part in parts])
+    return columns
+
+
+def _join(columns: Sequence[Any]) -> Column:
+    if len(columns) == 1:
+        return columns[0]
+    if all(isinstance(column, Tensor) for column in columns):
+        return torch.cat(list(columns))
+    entries: list[Any] = []
+    for column in columns:
+        entries += column.tolist() if isinstance(column, Tensor) else column
+    return entries

@@ -12,7 +12,7 @@ from samplewise.core.batches import length
 from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.state import Buffers
 from samplewise.core.text import plural
-from samplewise.engine.deferred_checks import collect_in
+from samplewise.engine.deferred_checks import DeferredChecks, collect_in
 from samplewise.errors import (
     BatchError,
     LoaderStopped,
@@ -22,16 +22,22 @@ from samplewise.errors import (
 )
 from samplewise.parallel.mode import Parallel
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
-from samplewise.step.batch_columns import record_columns
-from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
 from samplewise.step.first_window import SAMPLES, FirstWindowChecks
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
-from samplewise.step.open_window import OpenWindowGuard
+from samplewise.step.parameters import OpenWindowGuard
 from samplewise.step.ranks import reduce_window
 from samplewise.step.recheck import Recheck
-from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
+from samplewise.step.window import (
+    BatchCursor,
+    BatchLayouts,
+    Counters,
+    Window,
+    empty_stats,
+    record_columns,
+    unknown_stats,
+)
 from samplewise.transforms.stats import SampleStats
 
 
@@ -70,7 +76,8 @@ class WindowBuilder:
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
-        self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
+        # Adds the gradient sums of a microbatch by compiled code, or returns None: see `MicrobatchRunner.add`.
+        self.compiled_sums: Callable[[Any], SampleStats | None] | None = None
         self._trained = evaluator.trained
         self._guard = guard
         self._buffers = buffers
@@ -86,20 +93,20 @@ class WindowBuilder:
         begun = self.window.begun or self.ranks.carried > 0  # also if only other ranks carry samples
         if self.window.restored or not begun:
             self.window.config = config
-            self._follow_transforms()
+            if config.transforms is not self._chain:
+                self._follow_transforms()
 
     def _open_window(self) -> None:
         """Start a new window, with the current settings."""
         self.window = Window(self.config)
-        self._follow_transforms()
+        if self.config.transforms is not self._chain:
+            self._follow_transforms()
 
     def _follow_transforms(self) -> None:
-        """Use another accumulator if the transforms have changed."""
-        chain = self.config.transforms
-        if chain is not self._chain:
-            self._chain = chain
-            self._accumulator = self.make_accumulator()
-            self.checks.follow(chain)
+        """Use another accumulator, after the transforms have changed."""
+        self._chain = self.config.transforms
+        self._accumulator = self.make_accumulator()
+        self.checks.follow(self._chain)
 
     def attach(self, ranks: Parallel) -> None:
         """Use these ranks from the next window on."""
@@ -190,8 +197,26 @@ class WindowBuilder:
             window = self.window
             if window.share is None:
                 window.share = self.ranks.share(samples)
-            if window.samples < window.share:
-                self._add_next(cursor, window.share - window.samples)
+            room = window.share - window.samples  # samples that this rank has to add
+            if room > 0:
+                limit = room if self.size.size is None else min(room, self.size.size)
+                microbatch, size = cursor.take(None if limit == inf else int(limit))
+                if size == 0:  # an empty microbatch may be deferred, and would then fail only with a later batch
+                    raise self._empty_batch(cursor)
+                if cursor.empty:
+                    self.cursor = None
+                if samples is not None and size is None and self._accumulator.needs_window:
+                    raise BatchError(_UNCUT.format(samples=samples, found="batches that cannot be cut"))
+                if samples is None:
+                    is_window = is_last = cursor.empty
+                else:
+                    is_window = size == samples
+                    is_last = size is not None and window.samples + size == window.share
+                is_window = is_window and not (window.begun or self.ranks.exchanges)
+                self._add(cursor, microbatch, size, is_window, is_last)
+                if samples is not None and window.samples > window.share:
+                    excess = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
+                    raise BatchError(_UNCUT.format(samples=samples, found=excess))
             full = window.samples >= window.share or (samples is None and cursor.empty)
             if full and self._is_complete(samples, self.config.tail):
                 return self._finish()
@@ -199,41 +224,19 @@ class WindowBuilder:
             self._leave()
         return None
 
-    def _add_next(self, cursor: BatchCursor, room: float) -> None:
-        """Add the next microbatch, of at most `room` samples."""
-        window = self.window
-        samples = self.config.samples
-        limit = room if self.size.size is None else min(room, self.size.size)
-        microbatch, size = cursor.take(None if limit == inf else int(limit))
-        if size == 0:  # an empty microbatch may be deferred, and would then fail only with a later batch
-            raise self._empty_batch(cursor)
-        if cursor.empty:
-            self.cursor = None
-        if samples is not None and size is None and self._accumulator.needs_window:
-            raise BatchError(_UNCUT.format(samples=samples, found="batches that cannot be cut"))
-        whole = cursor.empty if samples is None else size == samples
-        if samples is None:
-            last = cursor.empty
-        else:
-            last = size is not None and window.samples + size == window.share
-        # A mean needs the denominator, which with several ranks is known only at the end of the window.
-        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.exchanges), last)
-        if samples is not None and window.samples > (window.share or 0):
-            excess = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
-            raise BatchError(_UNCUT.format(samples=samples, found=excess))
-
     def _add(
-        self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool = False, last: bool = False
+        self, cursor: BatchCursor, microbatch: Any, size: int | None, is_window: bool = False, is_last: bool = False
     ) -> None:
-        """Add a microbatch of `size` samples (None: unknown) to the window. `whole`: it is the whole window; `last`: it
-        is the last one of this rank.
+        """Add a microbatch of `size` samples (None: unknown) to the window. `is_window`: it is the whole window;
+        `is_last`: it is the last one of this rank.
         """
         started = perf_counter()
         window = self.window
         try:
             first = not (window.parts or window.deferred)
             window.restored = False
-            self.begin()
+            if not window.begun:
+                self.begin()
             if self.checks.unsliced and size is not None and microbatch is not cursor.batch:
                 self.checks.compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
             if first and (SAMPLES in self.checks.pending or self.config.recheck):
@@ -245,9 +248,9 @@ class WindowBuilder:
                 window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
                 window.sized &= size is not None
             else:
-                exchanges = last and self.ranks.exchanges and not self.size.automatic
+                exchanges = is_last and self.ranks.exchanges and not self.size.automatic
                 with self._exchange(size) if exchanges else nullcontext():
-                    parts = self._accumulate([microbatch], whole)
+                    parts = self._accumulate([microbatch], is_window)
                 window.samples += self._count(parts, None if self._accumulator.drops_samples else size)
                 window.parts += parts
         except Exception as error:
@@ -278,7 +281,8 @@ class WindowBuilder:
             self._accumulator = self.make_accumulator()
         self._trained.refresh()
         self._trained.clear()
-        window.collects = not (self._accumulator.checks_at_once or self._trained.device.type == "cpu")
+        if not (self._accumulator.checks_at_once or self._trained.device.type == "cpu"):
+            window.checks = DeferredChecks()
         self.config.policy.begin(self._trained)
         self.ranks.begin_window()
         if self._buffers.owners:
@@ -289,17 +293,17 @@ class WindowBuilder:
         if self.checks.pending:
             self.checks.begin(self._accumulator)
 
-    def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
+    def _accumulate(self, microbatches: Sequence[Any], is_window: bool = False) -> list[SampleStats]:
         """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
         of raising.
         """
         window = self.window
         if window.failure is None:
             try:
-                if not window.collects:
-                    return self._add_gradients(microbatches, whole)
+                if window.checks is None:
+                    return self._add_gradients(microbatches, is_window)
                 with collect_in(window.checks):
-                    parts = self._add_gradients(microbatches, whole)
+                    parts = self._add_gradients(microbatches, is_window)
                 if self.checks.pending or self.ranks.exchanges:
                     window.checks.settle()  # first checks and collectives need to know whether the window fails
                 return parts
@@ -313,17 +317,18 @@ class WindowBuilder:
             raise error
         self.window.failure = error
 
-    def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
+    def _add_gradients(self, microbatches: Sequence[Any], is_window: bool) -> list[SampleStats]:
+        """Accumulate gradients by compiled code, in microbatches that fit into memory, or as they are."""
         window = self.window
         accumulator = self._accumulator
-        if not accumulator.needs_window:
-            compiled = self.compiled_sums(microbatches[0])
-            if compiled is not None:
-                return [compiled]
+        if self.compiled_sums is not None and not accumulator.needs_window:
+            stats = self.compiled_sums(microbatches[0])
+            if stats is not None:
+                return [stats]
         start = 0 if window.deferred else window.samples
         if self.size.automatic and not accumulator.exchanges:
-            return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
-        divide = whole and not window.config.transforms.on_sum  # noise is added to the sum
+            return self.size.retry(lambda pieces: accumulator.add(pieces, start), microbatches)
+        divide = is_window and not window.config.transforms.on_sum  # noise is added to the sum
         parts = accumulator.add(microbatches, start, divide)
         window.divided = accumulator.divided
         return parts
@@ -354,7 +359,8 @@ class WindowBuilder:
         """
         started = perf_counter()
         window = self.window
-        self.begin()  # on a rank without samples in this window
+        if not window.begun:  # on a rank without samples in this window
+            self.begin()
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
             exact = window.sized and not self._accumulator.drops_samples
@@ -443,26 +449,28 @@ class WindowBuilder:
     def state_dict(self) -> dict[str, Any]:
         """State of the open window, as gradient sums. Samples that are not computed yet are not included."""
         window = self.window
-        try:
-            window.checks.settle()
-        except (NonFiniteLossError, NonFiniteGradientError) as error:
-            self._fail(error)
-        parts = window.state() if not window.deferred else {}
+        if window.checks is not None:
+            try:
+                window.checks.settle()
+            except (NonFiniteLossError, NonFiniteGradientError) as error:
+                self._fail(error)
+        parts = window.sample_state() if not window.deferred else {}
         sums = {}
         self._guard.enter()
         columns = []
         if parts:
             sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
-            columns = [column.state_dict() for column in window.columns]
+            columns = [{"epoch": column.epoch, "values": column.values} for column in window.columns]
         if window.begun:
             self._leave()
-        state = {"samples": parts, "gradient_sums": sums, "failure": window.failure_state(), "columns": columns}
+        failure = [] if window.failure is None else [type(window.failure).__name__, str(window.failure)]
+        state = {"samples": parts, "gradient_sums": sums, "failure": failure, "columns": columns}
         reached = self.ranks.reached() if parts else []
         return {**state, "reached": reached} if reached else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an open window from `state_dict`."""
-        self.window = restored(self.config, state["samples"], state["failure"], state["columns"])
+        self.window = Window.from_state(self.config, state)
         if "norms" in state["samples"] and not (state["failure"] or self._accumulator.knows_norms):
             self.record_norms = True  # the window was begun with norms, so all of its samples need them
             self._accumulator = self.make_accumulator()
@@ -476,10 +484,6 @@ class WindowBuilder:
         self.ranks.begin_window(state.get("reached", ()))
         if self.window.begun:
             self._leave()
-
-
-def _not_compiled(microbatch: Any) -> None:
-    """Gradient sums of a microbatch by compiled code: there is none."""
 
 
 _UNCUT = (

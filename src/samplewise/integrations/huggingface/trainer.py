@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from samplewise.backward import checked_chain
 from samplewise.errors import BatchError, GraphError, LossesError
 from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first, refuse_privacy
 from samplewise.integrations.huggingface.compatibility import check_supported
@@ -23,6 +22,7 @@ from samplewise.integrations.transformers_losses import KnownLosses, known_losse
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import Columns, IdCollator, Indexed, split_entries
 from samplewise.privacy.privacy import Privacy
+from samplewise.step.backward import checked_chain
 from samplewise.transforms.chain import Transforms
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplewise.step.functional_optim import FunctionalOptimizer
+from samplewise.step.config import FunctionalOptimizer
 from samplewise.step.step import Step
 
 PLAIN = (bool, int, float, str, type(None))

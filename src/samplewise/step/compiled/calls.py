@@ -166,16 +166,13 @@ class ValueReads(TorchFunctionMode):
         if in_lists or (name == "tensor_split" and any(isinstance(value, Tensor) for value in values[1:])):
             raise CannotCompile(READ.format(name))
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) or result is None or name in ABOUT or _asks_type(name):
+        asks_type = name.startswith("is_") and name != "is_nonzero"
+        if isinstance(result, Tensor) or result is None or name in ABOUT or asks_type:
             return result
         plain = isinstance(result, (bool, int, float, complex, str, list)) or type(result).__module__ == "numpy"
         if plain and any(isinstance(value, Tensor) for value in args) and not _has_tensors(result):
             raise CannotCompile(READ.format(name))
         return result
-
-
-def _asks_type(name: str) -> bool:
-    return name.startswith("is_") and name != "is_nonzero"
 
 
 def _has_tensors(value: Any) -> bool:

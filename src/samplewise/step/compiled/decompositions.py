@@ -23,7 +23,7 @@ SMALL_SCORES = 2**15  # attention scores (pairs of tokens, over all samples and 
 SMALL_WINDOW = 9  # elements of a pooling window up to which its backward is decomposed
 
 
-def stored(t: Tensor) -> Tensor:
+def materialize(t: Tensor) -> Tensor:
     """Make the compiler store `t` in memory instead of recomputing it for every element that uses it."""
     return t.as_strided(t.shape, t.stride())
 
@@ -71,10 +71,13 @@ def convolution(
 ) -> Any:
     if not _is_one_small_image(x, weight, transposed, groups):
         return NotImplemented
-    patches = stored(aten.im2col(x, weight.shape[2:], dilation, padding, stride)[0])  # (inputs × kernel, places)
-    found = weight.flatten(1) @ patches
-    found = found if bias is None else found + bias.unsqueeze(1)
-    return found.view(1, len(weight), *_size_of(x, weight, stride, padding, dilation))
+    patches = materialize(aten.im2col(x, weight.shape[2:], dilation, padding, stride)[0])  # (inputs × kernel, places)
+    result = weight.flatten(1) @ patches
+    result = result if bias is None else result + bias.unsqueeze(1)
+    size = [
+        (x.shape[2 + k] + 2 * padding[k] - dilation[k] * (weight.shape[2 + k] - 1) - 1) // stride[k] + 1 for k in (0, 1)
+    ]
+    return result.view(1, len(weight), *size)
 
 
 def convolution_backward(
@@ -92,17 +95,19 @@ def convolution_backward(
 ) -> Any:
     if not _is_one_small_image(x, weight, transposed, groups):
         return NotImplemented
-    g = stored(g.flatten(2)[0])  # (outputs, places)
-    of_x = of_weight = of_bias = None
+    g = materialize(g.flatten(2)[0])  # (outputs, places)
+    grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
         patches = weight.flatten(1).t() @ g
-        of_x = stored(aten.col2im(patches.unsqueeze(0), x.shape[2:], weight.shape[2:], dilation, padding, stride))
+        grad_x = materialize(
+            aten.col2im(patches.unsqueeze(0), x.shape[2:], weight.shape[2:], dilation, padding, stride)
+        )
     if output_mask[1]:
-        patches = stored(aten.im2col(x, weight.shape[2:], dilation, padding, stride)[0])
-        of_weight = (g @ patches.t()).view(weight.shape)
+        patches = materialize(aten.im2col(x, weight.shape[2:], dilation, padding, stride)[0])
+        grad_weight = (g @ patches.t()).view(weight.shape)
     if output_mask[2]:
-        of_bias = g.sum(1)
-    return of_x, of_weight, of_bias
+        grad_bias = g.sum(1)
+    return grad_x, grad_weight, grad_bias
 
 
 def _is_one_small_image(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
@@ -114,14 +119,6 @@ def _is_one_small_image(x: Tensor, weight: Tensor, transposed: bool, groups: int
         and x.is_floating_point()
         and x[0, 0].numel() * weight.numel() <= SMALL_IMAGE
     )
-
-
-def _size_of(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    return [
-        (x.shape[2 + k] + 2 * padding[k] - dilation[k] * (weight.shape[2 + k] - 1) - 1) // stride[k] + 1 for k in (0, 1)
-    ]
 
 
 def attention(
@@ -156,10 +153,10 @@ def attention_backward(
 ) -> Any:
     if not _is_short(q, k, dropout):
         return NotImplemented
-    weights = stored(torch.exp(_scores(q, k, causal, attn_mask, scale) - total.unsqueeze(-1)))
-    of_weights = g @ v.transpose(-1, -2)
-    of_scores = stored(weights * (of_weights - (g * out).sum(-1, keepdim=True)) * _scale(q, scale))
-    return of_scores @ k, of_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
+    weights = materialize(torch.exp(_scores(q, k, causal, attn_mask, scale) - total.unsqueeze(-1)))
+    grad_weights = g @ v.transpose(-1, -2)
+    grad_scores = materialize(weights * (grad_weights - (g * out).sum(-1, keepdim=True)) * _scale(q, scale))
+    return grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -203,7 +200,7 @@ def max_pool2d_backward(
         larger = (value > largest) | value.ne(value)  # as torch: the first of equal values, the last NaN
         largest = torch.where(larger, value, largest)
         place = torch.where(larger, float(number), place)
-    place = stored(place)
+    place = materialize(place)
     total = torch.zeros_like(x)
     for number, (i, j) in enumerate(places):
         part = torch.where(place == number, g, 0.0)

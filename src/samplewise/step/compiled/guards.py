@@ -78,9 +78,9 @@ class Guards:
     def _guard_modules(self) -> None:
         """Guard attributes, submodules, parameters and buffers of all modules."""
         for module in self._modules:
-            kept = vars(module)
-            self._fixed.items(kept, [key for key in kept if key not in MODULE_ATTRIBUTES])
-            self._fixed.add("len({})", kept)
+            attributes = vars(module)
+            self._fixed.items(attributes, [key for key in attributes if key not in MODULE_ATTRIBUTES])
+            self._fixed.add("len({})", attributes)
             if not is_library_class(type(module)):
                 self._fixed.add("{}.__class__", module)
             for inside in (module._modules, module._parameters, module._buffers):
@@ -144,7 +144,7 @@ class Guards:
     def bind(
         self,
         trained: Sequence[Tensor],
-        others: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         counters: Sequence[Sequence[Any]],
         settings: Callable[[], Any],
     ) -> None:
@@ -153,7 +153,7 @@ class Guards:
         Memory addresses and requires_grad of the tensors must stay, step counters of one bucket must stay equal, and
         the optimizer settings compiled into the code must not change.
         """
-        for tensor in (*trained, *others):
+        for tensor in (*trained, *tensors):
             self._fixed.equal("{}.data_ptr()", tensor)
             if isinstance(tensor, nn.Parameter):
                 self._fixed.add("{}.requires_grad", tensor)
@@ -161,8 +161,8 @@ class Guards:
                     raise CannotCompile("parameters have hooks")
                 self._fixed.add("not ({}._backward_hooks or {}._post_accumulate_grad_hooks)", tensor)
         for first, *rest in (cells for cells in counters if cells):
-            for other in rest:
-                self._fixed.add("{}[0][0] == {}[1][0]", (first, other))
+            for cell in rest:
+                self._fixed.add("{}[0][0] == {}[1][0]", (first, cell))
         self._settings = settings
         self._set = settings()
         self.hyperparameter_version = next(_hyperparameter_versions)
@@ -214,21 +214,21 @@ class Expression:
         self._checks: list[tuple[str, str, str]] = []  # (expression, comparison, variable name of the old value)
         self.identical: Callable[[], bool] = self._first
 
-    def names(self, **known: Any) -> None:
+    def names(self, **names: Any) -> None:
         """Define names for use in expressions."""
-        self._names.update(known)
+        self._names.update(names)
 
-    def add(self, where: str, what: Any = None, how: str = "is") -> None:
-        """Evaluate and store a Python expression `where`, in which {} stands for the object `what`."""
-        thing, then = f"thing{len(self._names)}", f"then{len(self._names)}"
-        self._names[thing] = what
-        where = where.replace("{}", thing)
+    def add(self, where: str, value: Any = None, how: str = "is") -> None:
+        """Evaluate and store a Python expression `where`, in which {} stands for the object `value`."""
+        name, then = f"thing{len(self._names)}", f"then{len(self._names)}"
+        self._names[name] = value
+        where = where.replace("{}", name)
         self._names[then] = eval(where, self._names)
         self._checks.append((where, how, then))
         self.identical = self._first
 
-    def equal(self, where: str, what: Any) -> None:
-        self.add(where, what, "==")
+    def equal(self, where: str, value: Any) -> None:
+        self.add(where, value, "==")
 
     def items(self, container: dict[str, Any], keys: Iterable[str]) -> None:
         for key in keys:
@@ -267,7 +267,7 @@ class Expression:
         except (LookupError, AttributeError, ValueError):
             return False
         then = [(how, self._names[name]) for _, how, name in self._checks]
-        alike = all(COMPARED[how](a, b) for a, (how, b) in zip(now, then, strict=True))
+        alike = all(COMPARISONS[how](a, b) for a, (how, b) in zip(now, then, strict=True))
         return alike and self.update_values()
 
     def update_values(self) -> bool:
@@ -280,11 +280,11 @@ def _alike(now: Any, then: Any) -> bool:
     return now is then or (type(now) is type(then) and isinstance(now, PLAIN) and now == then)
 
 
-def _all_alike(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    return len(now) == len(then) and all(map(_alike, now, then))
-
-
-COMPARED: dict[str, Callable[[Any, Any], bool]] = {"is": _alike, "==": eq, "all_identical": _all_alike}
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "is": _alike,
+    "==": eq,
+    "all_identical": lambda now, then: len(now) == len(then) and all(map(_alike, now, then)),
+}
 
 
 # --- settings, compared over a resume ---------------------------------------------------------------------------------
@@ -294,8 +294,12 @@ def describe(settings: tuple[Any, ...]) -> str:
     """Text that is equal for equal settings, in any process. `settings`: transforms, and values with a repr. The names
     of transforms do not tell their functions apart; a checksum of the code does.
     """
-    functions = [f for t in settings[0].samples.transforms for f in _functions(t.answer)]
-    return repr(settings) + "".join(f" {_checksum(function):08x}" for function in functions)
+    text = repr(settings)
+    for function in (f for t in settings[0].samples.transforms for f in _functions(t.answer)):
+        code = function.__code__
+        constants = [value for value in code.co_consts if isinstance(value, PLAIN)]
+        text += f" {zlib.crc32(repr((code.co_code, code.co_names, constants)).encode()):08x}"
+    return text
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
@@ -311,9 +315,3 @@ def _functions(value: Any) -> Iterator[FunctionType]:
         yield value
     elif callable(value) and isinstance(type(value).__call__, FunctionType):
         yield from _functions(type(value).__call__)
-
-
-def _checksum(function: FunctionType) -> int:
-    code = function.__code__
-    constants = [value for value in code.co_consts if isinstance(value, PLAIN)]
-    return zlib.crc32(repr((code.co_code, code.co_names, constants)).encode())

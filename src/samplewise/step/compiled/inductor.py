@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,8 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-
-from samplewise.step.compiled.kernels import joined_kernels
 
 Flat = Callable[..., Sequence[Tensor]]
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -41,9 +41,9 @@ def trace(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = {**select_decomp_table(), **ours}
-    found = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    found.graph.eliminate_dead_code()
-    return found
+    graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    graph.graph.eliminate_dead_code()
+    return graph
 
 
 def trace_functional(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
@@ -52,10 +52,10 @@ def trace_functional(function: Flat, inputs: Sequence[Tensor], ours: Decompositi
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
-    found = trace(torch.func.functionalize(function, remove="mutations"), inputs, ours)
-    found.graph = fx_graph_cse(found.graph)
-    found.recompile()
-    return found
+    graph = trace(torch.func.functionalize(function, remove="mutations"), inputs, ours)
+    graph.graph = fx_graph_cse(graph.graph)
+    graph.recompile()
+    return graph
 
 
 @contextmanager
@@ -82,8 +82,8 @@ def libtorch_function(symbol: str) -> int | None:
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib", "torch_cpu.dll"):
         if (folder / name).exists():
-            found = getattr(ctypes.CDLL(str(folder / name)), symbol, None)
-            return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
+            function = getattr(ctypes.CDLL(str(folder / name)), symbol, None)
+            return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
     return None
 
 
@@ -92,8 +92,8 @@ def tensor_handles(tensors: Sequence[Tensor]) -> list[int]:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype = ctypes.c_void_p
     pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    made = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
-    return [pointer(capsule, None) for capsule in made]
+    capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    return [pointer(capsule, None) for capsule in capsules]
 
 
 def delete_tensor_handles(address: int, handles: Sequence[int]) -> None:
@@ -133,11 +133,151 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int)
         "size_asserts": False,
         "emulate_precision_casts": True,  # round to bfloat16 where the uncompiled model does
         "realize_reads_threshold": 16,  # a new state has two readers and must not be materialized for that
-        "compile_threads": 1,  # no process pool: `joined_kernels` compiles in threads
+        "compile_threads": 1,  # no process pool: `join_kernels` compiles in threads
         "fallback_random": True,  # dropout draws the same numbers as uncompiled
     }
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # graphs without a ShapeEnv are not cached
     fakes = [mode.from_tensor(tensor) for tensor in inputs]
-    with config.patch(settings), tracing(TracingContext(mode)), joined_kernels(AsyncCompile, load_c):
-        found: Any = compile_fx_inner(graph, fakes)
-    return found.current_callable
+    with config.patch(settings), tracing(TracingContext(mode)), join_kernels(AsyncCompile, load_c):
+        compiled: Any = compile_fx_inner(graph, fakes)
+    return compiled.current_callable
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+# Inductor makes one library for each kernel. For most kernels, starting the C++ compiler, reading headers and linking
+# takes longer than compiling the code. Kernels of one graph are therefore compiled together.
+
+
+ENTRY = re.compile(r'(extern "C"\s+void\s+)kernel\(')
+INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
+EACH = 16  # least number of kernels of a library, if there are several libraries
+
+
+class Kernel:
+    """Kernel of a compiled graph. `address`: of its C function, whose arguments are addresses."""
+
+    def __init__(self, library: ctypes.CDLL, index: int, arguments: int):
+        self.address = ctypes.cast(getattr(library, f"kernel_{index}"), ctypes.c_void_p).value
+        self._call = getattr(library, f"call_{index}")
+        self._call.restype = ctypes.c_int
+        self._call.argtypes = [ctypes.c_void_p]
+        self._block = ctypes.c_void_p * arguments
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if self._call(self._block(*[tensor.data_ptr() for tensor in tensors])):
+            raise RuntimeError("a kernel failed; an index may be out of range")
+
+
+class Pending:
+    """Kernel that is not compiled yet."""
+
+    def __init__(self, types: Sequence[str], source: str):
+        self.types = types
+        self.source = source
+        self.kernel: Kernel | None = None
+
+    def code(self, index: int) -> str:
+        """C++ code of kernel number `index`, and of a function that calls it and returns 1 if it throws."""
+        body = ENTRY.sub(rf"\1kernel_{index}(", hoist_scalars(INCLUDE.sub("", self.source)))
+        values = ", ".join(f"({kind})given[{k}]" for k, kind in enumerate(self.types))
+        return f"namespace kernels_{index} {{\n{body}\n}}\n" + CALL.format(index=index, values=values)
+
+
+CALL = """
+extern "C" int call_{index}(void** given) {{
+    try {{ kernels_{index}::kernel_{index}({values}); return 0; }} catch (...) {{ return 1; }}
+}}
+"""
+
+
+@contextmanager
+def join_kernels(async_compile: type, load: Callable[[str], ctypes.CDLL]) -> Iterator[None]:
+    """Compile the kernels of modules that Inductor loads inside the block together. `async_compile`: Inductor's class
+    that compiles kernels; `load`: function that compiles and loads C++ source.
+    """
+    one_by_one: Any = async_compile.cpp_pybinding  # type: ignore[attr-defined]
+    wait: Any = async_compile.wait  # type: ignore[attr-defined]
+
+    def cpp_pybinding(self: Any, types: Sequence[str], source: str) -> Any:
+        has_usual_form = len(ENTRY.findall(source)) == 1 and all(kind.endswith("*") for kind in types)
+        return Pending(types, source) if has_usual_form else one_by_one(self, types, source)
+
+    def compile_and_wait(self: Any, scope: dict[str, Any]) -> None:
+        pending = {name: value for name, value in scope.items() if isinstance(value, Pending)}
+        _compile(list(pending.values()), load)
+        scope.update({name: value.kernel for name, value in pending.items()})
+        wait(self, scope)
+
+    # Inductor has no option to compile several kernels together, and generated modules name this class.
+    with replaced(async_compile, {"cpp_pybinding": cpp_pybinding, "wait": compile_and_wait}):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Replace attributes of a class or module inside the block."""
+    originals = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+def _compile(pending: Sequence[Pending], load: Callable[[str], ctypes.CDLL]) -> None:
+    """Compile kernels to libraries, several at once if there are many."""
+    count = max(1, min(len(pending) // EACH, torch.get_num_threads()))
+    parts = [pending[k::count] for k in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        libraries = list(pool.map(load, map(_source, parts)))
+    for part, library in zip(parts, libraries, strict=True):
+        for index, kernel in enumerate(part):
+            kernel.kernel = Kernel(library, index, len(kernel.types))
+
+
+def _source(pending: Sequence[Pending]) -> str:
+    includes = dict.fromkeys(line for kernel in pending for line in INCLUDE.findall(kernel.source))
+    return "\n".join([*includes, *(kernel.code(index) for index, kernel in enumerate(pending))])
+
+
+# --- hoisted scalars --------------------------------------------------------------------------------------------------
+
+# The loop of an optimizer reads learning rate, momentum and the finite flag from memory. The C++ compiler reads and
+# converts them again for each vector, because the store of a vector may change any memory. Tensors of different dtypes
+# share none, so that a scalar may be read before a block of loops that stores other dtypes only. Inductor has no option
+# and no pass for this, and the kernel exists only as text, so the text is changed. Code that these expressions do not
+# recognize stays as it is.
+POINTER = re.compile(r"(const )?(\w+)\* (\w+_ptr\d+)(?=[,)])")
+BLOCK = re.compile(r"^    \{\n(.*?)^    \}\n", re.MULTILINE | re.DOTALL)
+SCALAR = re.compile(r"^( +auto tmp\d+ = )(\w+_ptr\d+)\[static_cast<int64_t>\((\d+)L\)\];$", re.MULTILINE)
+NAME = re.compile(r"\w+_ptr\d+")
+
+
+def hoist_scalars(source: str) -> str:
+    """Source of a kernel in which each block of loops reads its scalars first."""
+    pointers = POINTER.findall(source)
+    types = {name: kind for _, kind, name in pointers}
+    writable = {name for const, _, name in pointers if not const}
+    return BLOCK.sub(lambda block: _hoist_in_block(block[0], types, writable), source)
+
+
+def _hoist_in_block(block: str, types: dict[str, str], writable: set[str]) -> str:
+    used = set(NAME.findall(SCALAR.sub("", block)))
+    stored = {types.get(name, "") for name in used & writable}
+    if not used <= types.keys():
+        return block
+    reads: dict[str, str] = {}
+
+    def read_local(match: re.Match[str]) -> str:
+        start, name, index = match.groups()
+        if name not in types or types[name] in stored:
+            return match[0]
+        value = f"{name}_{index}"
+        reads[value] = f"        const auto {value} = {name}[{index}];\n"
+        return f"{start}{value};"
+
+    changed = SCALAR.sub(read_local, block)
+    return "    {\n" + "".join(reads.values()) + changed.removeprefix("    {\n")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from samplewise.step.compiled import CannotCompile
-from samplewise.step.functional_optim import FunctionalOptimizer, GradientDescent
+from samplewise.step.config import FunctionalOptimizer, GradientDescent
 
 Group = Mapping[str, Any]
 State = dict[str, Tensor]
@@ -71,9 +71,9 @@ class SGD(Formula):
         g = g + decay * p if group["weight_decay"] else g
         if not group["momentum"]:
             return p - lr * g, {}
-        kept = momentum * state["momentum_buffer"] + undamped * g
-        g = g + momentum * kept if group["nesterov"] else kept
-        return p - lr * g, {"momentum_buffer": kept}
+        velocity = momentum * state["momentum_buffer"] + undamped * g
+        g = g + momentum * velocity if group["nesterov"] else velocity
+        return p - lr * g, {"momentum_buffer": velocity}
 
 
 class Adam(Formula):
@@ -108,7 +108,7 @@ class Adam(Formula):
         return p - size * (mean / (square.sqrt() / root + eps)), new
 
 
-class Bare(Formula):
+class StatelessSGD(Formula):
     """sw.sgd(lr)"""
 
     def compiled_settings(self, group: Group) -> tuple[Any, ...]:
@@ -132,8 +132,11 @@ FORMULAS: dict[type, Formula] = {torch.optim.SGD: SGD(), torch.optim.Adam: Adam(
 def formula_of(optimizer: Any) -> Formula | None:
     """Return the formula of an optimizer; None for subclasses, hooks and options that change the formula."""
     if isinstance(optimizer, FunctionalOptimizer):
-        return Bare() if isinstance(optimizer.rule, GradientDescent) else None
-    if any(hooks_of(optimizer)) or not _has_its_own_step(optimizer):
+        return StatelessSGD() if isinstance(optimizer.rule, GradientDescent) else None
+    step = optimizer.step
+    while getattr(step, "_wrapped_by_lr_sched", False):  # the wrapper of LR schedulers only counts calls
+        step = step.__wrapped__
+    if any(hooks_of(optimizer)) or getattr(step, "__func__", step) is not type(optimizer).step:
         return None
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return None
@@ -146,16 +149,8 @@ def formula_of(optimizer: Any) -> Formula | None:
 
 def hooks_of(optimizer: Any) -> list[Any]:
     """Step hooks of this optimizer and the global optimizer hooks."""
-    mine = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
-    return [*mine, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-
-
-def _has_its_own_step(optimizer: Any) -> bool:
-    """Test that `optimizer.step` is not replaced; the wrapper of LR schedulers, which only counts calls, is allowed."""
-    step = optimizer.step
-    while getattr(step, "_wrapped_by_lr_sched", False):
-        step = step.__wrapped__
-    return getattr(step, "__func__", step) is type(optimizer).step
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    return [*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 def _decoupled(group: Group) -> bool:
@@ -188,32 +183,29 @@ class OptimBuckets:
         self.states: dict[tuple[str, str], Tensor] = {}
         self._all: list[OptimBucket] = []
         for group in optimizer.param_groups:
-            found: dict[float, OptimBucket] = {}
+            by_step: dict[float, OptimBucket] = {}
             for p in (p for p in group["params"] if id(p) in names):
                 state = optimizer.state.get(p, {}) if hasattr(optimizer, "state") else {}
-                self._keep(names[id(p)], p, group, state)
+                for key in formula.states(group):
+                    tensor = state.get(key)
+                    if not isinstance(tensor, Tensor) or tensor.shape != p.shape:
+                        raise CannotCompile("a parameter has no optimizer state yet")
+                    self.states[names[id(p)], key] = tensor
                 step = state.get("step")
                 count = 0.0 if step is None else float(step)
-                bucket = found.setdefault(count, OptimBucket(group))
+                bucket = by_step.setdefault(count, OptimBucket(group))
                 bucket.names.append(names[id(p)])
                 bucket.counters += [] if step is None else [(raw_view(step), step)]
-            self._all += found.values()
+            self._all += by_step.values()
         self.width = len(self.numbers())
-
-    def _keep(self, name: str, p: Tensor, group: Group, state: dict[str, Any]) -> None:
-        for key in self.formula.states(group):
-            kept = state.get(key)
-            if not isinstance(kept, Tensor) or kept.shape != p.shape:
-                raise CannotCompile("a parameter has no optimizer state yet")
-            self.states[name, key] = kept
 
     def numbers(self, updates: int = 1) -> list[float]:
         """Scalars of the formula for the next `updates` updates: per update, all buckets in order."""
-        found: list[float] = []
+        numbers: list[float] = []
         for k in range(updates):
             for bucket in self._all:
-                found += self.formula.numbers(bucket.group, bucket.step + 1 + k)
-        return found
+                numbers += self.formula.numbers(bucket.group, bucket.step + 1 + k)
+        return numbers
 
     def advance(self, updates: int) -> None:
         """Add `updates` to the optimizer's step counters."""
@@ -230,29 +222,24 @@ class OptimBuckets:
         numbers: Tensor,
     ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
         """Return new parameters and new optimizer states; `numbers` are the scalars of one update."""
-        new = dict(trained)
-        kept = dict(states)
+        new_trained = dict(trained)
+        new_states = dict(states)
         start = 0
         for bucket in self._all:
             width = len(self.formula.numbers(bucket.group, 1))
-            some = numbers[start : start + width].unbind()
+            scalars = numbers[start : start + width].unbind()
             start += width
             for name in bucket.names:
-                mine = {key: tensor for (owner, key), tensor in states.items() if owner == name}
-                new[name], changed = self._applied(bucket, trained[name], gradients[name], mine, some)
-                kept.update({(name, key): tensor for key, tensor in changed.items()})
-        return new, kept
-
-    def _applied(
-        self, bucket: OptimBucket, p: Tensor, g: Tensor, state: dict[str, Tensor], numbers: Sequence[Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Apply the formula to one parameter, at least in float32: 0.999 rounds to 1 in bfloat16."""
-        kind = torch.promote_types(p.dtype, torch.float32)
-        wide = {key: tensor.to(kind) for key, tensor in state.items()}
-        new, changed = self.formula.apply(
-            bucket.group, p.to(kind), g.to(kind), wide, [number.to(kind) for number in numbers]
-        )
-        return new.to(p.dtype), {key: tensor.to(state[key].dtype) for key, tensor in changed.items()}
+                p = trained[name]
+                wide = torch.promote_types(p.dtype, torch.float32)  # 0.999 rounds to 1 in bfloat16
+                state = {key: tensor.to(wide) for (owner, key), tensor in states.items() if owner == name}
+                new, new_state = self.formula.apply(
+                    bucket.group, p.to(wide), gradients[name].to(wide), state, [number.to(wide) for number in scalars]
+                )
+                new_trained[name] = new.to(p.dtype)
+                for key, tensor in new_state.items():
+                    new_states[name, key] = tensor.to(states[name, key].dtype)
+        return new_trained, new_states
 
     def optimizer_settings(self) -> Sequence[Any]:
         """Optimizer settings that are compiled into the code; a change requires recompilation."""

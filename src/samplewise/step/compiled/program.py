@@ -40,14 +40,14 @@ class Program:
         self._hyperparameter_version = -1
         states = [] if buckets is None else list(buckets.states.values())
         self.states = states
-        self._others = tensors.others
+        self._untrained = tensors.untrained
         self._trained = tensors.trained
         self.count = update.backward.samples
-        self._losses_only = update.backward.known == 1
+        self._losses_only = update.backward.first_gradient == 1
         bound = Inputs(
             [p.detach() for p in tensors.trained.values()],
             [s.detach() for s in states],
-            [t.detach() for t in tensors.others],
+            [t.detach() for t in tensors.untrained],
             update.backward.constants,
             self._cells,
             [],
@@ -57,9 +57,14 @@ class Program:
         self._changed = [
             *(tensors.trained.values() if buckets is not None else ()),
             *states,
-            *(tensors.others[k] for k in update.backward.moving),
+            *(tensors.untrained[k] for k in update.backward.moving),
         ]
-        self._run = self._compile(bound._replace(batch=self._nominal(example)), tensors)
+        rows = max(NOMINAL, 2 * update.samples)
+        batch = [
+            leaf.new_empty(rows, *leaf.shape[1:]) if has_rows else leaf
+            for leaf, has_rows in zip(tensors_in(example), update.has_rows, strict=True)
+        ]
+        self._run = self._compile(bound._replace(batch=batch), tensors)
         self.verified = False
         self._recording: KernelReplay | None = None
         self._views: list[tuple[Tensor, ...]] = []  # rows for the results of the next updates, the next one last
@@ -69,17 +74,9 @@ class Program:
         if self._recording is not None:
             return
         batch = [t.detach() for t in self._batch]  # distinct objects, in case a tensor occurs twice
-        found = record(self._run, self._bound, batch) if self.update.buckets is not None else None
-        if found is not None and self.update.checks:
-            self._recording = KernelReplay(*found, self._cells, batch)
-
-    def _nominal(self, example: Any) -> list[Tensor]:
-        given = [leaf for leaf in leaves(example) if isinstance(leaf, Tensor)]
-        rows = max(NOMINAL, 2 * self.update.samples)
-        return [
-            leaf.new_empty(rows, *leaf.shape[1:]) if has else leaf
-            for leaf, has in zip(given, self.update.chosen, strict=True)
-        ]
+        recorded = record(self._run, self._bound, batch) if self.update.buckets is not None else None
+        if recorded is not None and self.update.checks:
+            self._recording = KernelReplay(*recorded, self._cells, batch)
 
     def _compile(self, inputs: Inputs, tensors: Tensors) -> inductor.Compiled:
         def updates(*flat: Tensor) -> tuple[Tensor, ...]:
@@ -96,9 +93,9 @@ class Program:
 
     def feed(self, batch: Any) -> None:
         """Set the batch that the next calls read from; tensors that are not contiguous are copied."""
-        given = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-        self._batch = [leaf.contiguous() for leaf in given]
-        self.copies = [pair for pair in zip(given, self._batch, strict=True) if pair[0] is not pair[1]]
+        tensors = tensors_in(batch)
+        self._batch = [leaf.contiguous() for leaf in tensors]
+        self.copies = [pair for pair in zip(tensors, self._batch, strict=True) if pair[0] is not pair[1]]
         self._versions = [_version(leaf) for leaf, _ in self.copies]
         if self._recording is not None:
             self._recording.feed(self._batch)
@@ -119,30 +116,27 @@ class Program:
         """
         buckets = self.update.buckets
         if self._recording is not None:
-            return self._replayed(self._recording, start, hyperparameter_version)
+            return self._replay(self._recording, start, hyperparameter_version)
         self._start[0] = start
         if buckets is not None and (hyperparameter_version != self._hyperparameter_version or buckets.formula.ages):
             self._numbers[:] = buckets.numbers()
             self._hyperparameter_version = hyperparameter_version
-        drawn = torch.get_rng_state() if self.update.backward.draws else None
-        results = self._results()
-        if results is None:
-            if drawn is not None:
-                torch.set_rng_state(drawn)
+        random_state = torch.get_rng_state() if self.update.backward.draws else None
+        try:
+            results = self._run([*self._bound, *self._batch])
+            finite = not self.update.checks or isfinite(self._flag[0])
+        except (RuntimeError, IndexError):  # an index out of range; nothing has been written yet
+            finite = False
+        if not finite:
+            if random_state is not None:
+                torch.set_rng_state(random_state)
             return None
         if buckets is not None and buckets.formula.ages:
             buckets.advance(1)
         increment_version(self._changed)
         return results
 
-    def _results(self) -> Sequence[Tensor] | None:
-        try:
-            results = self._run([*self._bound, *self._batch])
-        except (RuntimeError, IndexError):  # an index out of range; nothing has been written yet
-            return None
-        return None if self.update.checks and not isfinite(self._flag[0]) else results
-
-    def _replayed(self, recording: KernelReplay, start: int, hyperparameter_version: int) -> Sequence[Tensor] | None:
+    def _replay(self, recording: KernelReplay, start: int, hyperparameter_version: int) -> Sequence[Tensor] | None:
         buckets = self.update.buckets
         assert buckets is not None
         if hyperparameter_version != self._hyperparameter_version or buckets.formula.ages:
@@ -167,11 +161,11 @@ class Program:
         self._hyperparameter_version = -1
         self._views = []
         columns = recording.fresh_columns()
-        made = recording(start, self.update.samples, updates, 0)
+        count = recording(start, self.update.samples, updates, 0)
         if buckets.formula.ages:
-            buckets.advance(made)
+            buckets.advance(count)
         increment_version(self._changed)
-        return made, [column[:made].flatten(0, 1) for column in columns]
+        return count, [column[:count].flatten(0, 1) for column in columns]
 
     @property
     def can_make_many(self) -> bool:
@@ -189,12 +183,12 @@ class Program:
         """Gradients by parameter name, which may be changed in place: none shares memory with another one or with an
         input of the program.
         """
-        taken = {t.untyped_storage().data_ptr() for t in (*self._bound, *self._batch)}
+        used = {t.untyped_storage().data_ptr() for t in (*self._bound, *self._batch)}
         separate = {}
         for name, gradient in self.gradients(results).items():
             memory = gradient.untyped_storage().data_ptr()
-            separate[name] = gradient.clone() if memory in taken else gradient
-            taken.add(memory)
+            separate[name] = gradient.clone() if memory in used else gradient
+            used.add(memory)
         return separate
 
     def write_gradients(self, results: Sequence[Tensor]) -> None:
@@ -205,7 +199,7 @@ class Program:
     @property
     def tensors(self) -> list[Tensor]:
         """Tensors other than trained parameters whose memory address is compiled into the code."""
-        return [*self.states, *self._others, *self.update.backward.constants]
+        return [*self.states, *self._untrained, *self.update.backward.constants]
 
     @property
     def counters(self) -> Sequence[Sequence[Any]]:
@@ -249,6 +243,10 @@ def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
     if isinstance(batch, PLAIN):
         return type(batch), batch
     raise CannotCompile(f"the batch contains an object that is not a tensor ({type(batch).__name__})")
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def has_rows(leaf: Any, rows: int | None) -> bool:

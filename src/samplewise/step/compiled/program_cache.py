@@ -13,47 +13,47 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from samplewise.core.batches import cut, leaves
+from samplewise.core.batches import cut
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.progress import notify_if_slow
 from samplewise.core.reachable import Reachable
 from samplewise.core.text import plural
 from samplewise.errors import SamplewiseError, TrainingWarning
 from samplewise.step.accumulate import PlainAccumulator, WeightedAccumulator
+from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled import CannotCompile, DoesNotPay, Undecided, inductor
 from samplewise.step.compiled.calls import Calls, ValueReads, description
-from samplewise.step.compiled.dry_run import DryRun, agrees
 from samplewise.step.compiled.guards import Guards, describe, has_hooks, hooks_in
 from samplewise.step.compiled.optim import OptimBuckets, formula_of
-from samplewise.step.compiled.profitability import count_operations, refuse_library_bound, refuse_slower
-from samplewise.step.compiled.program import Program, has_rows, signature
+from samplewise.step.compiled.program import Program, has_rows, signature, tensors_in
 from samplewise.step.compiled.tracing import Tensors, trace_backward
 from samplewise.step.compiled.update_fn import CompiledUpdate
+from samplewise.step.compiled.verify import DryRun, agrees, count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.config import StepConfig
-from samplewise.step.eager import EagerRunner
 from samplewise.step.window import BatchCursor
+from samplewise.step.window_builder import WindowBuilder
 
 SHAPES = 4  # maximum number of sample shapes that are compiled
 CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
 
 
 class ProgramCache:
-    """Compiled programs by the signature of their samples. `whole`: a program makes a whole update; otherwise it
-    computes the gradient sums of a microbatch. `gave_up`: why nothing is compiled any more; `known`: sample shapes
+    """Compiled programs by the signature of their samples. `whole_update`: a program makes a whole update; otherwise it
+    computes the gradient sums of a microbatch. `gave_up`: why nothing is compiled any more; `shapes`: sample shapes
     admitted for compilation; `slower`: those among them that stay uncompiled, because compiled updates are not faster,
     with the reason.
     """
 
-    def __init__(self, eager: EagerRunner, whole: bool):
-        self.builder = eager.builder
-        self.evaluator = eager.builder.evaluator
-        self.applier = eager.applier
-        self.whole = whole
+    def __init__(self, builder: WindowBuilder, applier: UpdateApplier, whole_update: bool):
+        self.builder = builder
+        self.evaluator = builder.evaluator
+        self.applier = applier
+        self.whole_update = whole_update
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self.gave_up: str | None = None
-        self.known: list[str] = []
+        self.shapes: list[str] = []
         self.slower: dict[str, str] = {}
         self._tried: set[str] = set()  # shapes whose programs are faster
         self._failed: set[str] = set()  # those among them that could not be compiled again, after a change
@@ -68,7 +68,7 @@ class ProgramCache:
     @property
     def config(self) -> StepConfig:
         """Settings of the next window, or of the one whose gradients are computed."""
-        return self.builder.config if self.whole else self.builder.window.config
+        return self.builder.config if self.whole_update else self.builder.window.config
 
     @contextmanager
     def slow_compile_notice(self, notify: Callable[[str], None]) -> Iterator[None]:
@@ -81,7 +81,7 @@ class ProgramCache:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "known": list(self.known),
+            "known": list(self.shapes),
             "given_up": self.gave_up,
             "slower": dict(self.slower),
             "tried": sorted(self._tried),
@@ -95,10 +95,10 @@ class ProgramCache:
         """Discard all programs, and restore what is known about shapes and settings, so that the same updates are
         compiled as without the interruption.
         """
-        self.known = list(state["known"])
+        self.shapes = list(state["known"])
         self.gave_up = state["given_up"]
         self.slower = dict(state.get("slower", {}))
-        self._tried = set(state.get("tried", self.known))
+        self._tried = set(state.get("tried", self.shapes))
         self._failed = set(state.get("failed", ()))
         self._changes = state.get("changes", 0)
         self._values = dict(state.get("values", {}))
@@ -181,29 +181,30 @@ class ProgramCache:
             return None
         except DoesNotPay as reason:
             self.programs[key] = None
-            self._stay_uncompiled(shape, size, str(reason))
+            self.slower[shape] = str(reason)
+            self.notify(f"updates of {plural(size, 'sample')} stay uncompiled: {reason}")
             return None
         except Exception as problem:  # raised by tracing or compiling; nothing has been changed
             self._fail(shape, problem)
             return None
         return program if program is not None and program.verified else None
 
-    def _admitted(self, shape: str) -> bool:
+    def _admits(self, shape: str) -> bool:
         """Test whether this sample shape is compiled: at most SHAPES different ones are, without those that are not
         faster when compiled.
         """
-        if shape in self.known:
+        if shape in self.shapes:
             return shape not in self.slower
-        if len(self.known) == SHAPES:
+        if len(self.shapes) == SHAPES:
             if not self._full:
                 self._warn(f"at most {SHAPES} sample shapes are compiled; found another shape, which stays uncompiled")
             self._full = True
             return False
-        self.known.append(shape)
+        self.shapes.append(shape)
         return True
 
     def _compile(self, cursor: BatchCursor, size: int, shape: str) -> Program | None:
-        if not self._admitted(shape):
+        if not self._admits(shape):
             return None
         self._check_settings()
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
@@ -228,7 +229,7 @@ class ProgramCache:
         try:
             with dry_run.without_grads(), _quietly():
                 inductor.load_compiler()
-                dry_run.undone(dry_run.uncompiled)
+                dry_run.run(dry_run.uncompiled)
         except SamplewiseError as error:
             raise Undecided("this update is not finite") from error
         before.restore_values()
@@ -251,7 +252,11 @@ class ProgramCache:
         finally:
             state.restore()
         guards = Guards(self.evaluator.modules, functions, self.applier.optimizer, calls)
-        self._count_change(shape, guards.checksum)
+        if self._values.get(shape, guards.checksum) != guards.checksum:  # a change at a resume, which no guard has seen
+            self._discard()
+            if self.gave_up is not None:
+                raise Undecided("too many changes")
+        self._values[shape] = guards.checksum
         notice = f"compiling an update of {plural(size, 'sample')} ..."
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
             try:
@@ -264,16 +269,6 @@ class ProgramCache:
         self._guards = guards
         return program
 
-    def _count_change(self, shape: str, values: int) -> None:
-        """Count a change that no guard has seen, because it happened at a resume. Raises Undecided if it is one too
-        many.
-        """
-        if self._values.get(shape, values) != values:
-            self._discard()
-            if self.gave_up is not None:
-                raise Undecided("too many changes")
-        self._values[shape] = values
-
     def _dry_run(self, example: Any) -> DryRun:
         return DryRun(
             self.builder.make_accumulator(),
@@ -281,7 +276,7 @@ class ProgramCache:
             self.applier,
             self.config,
             example,
-            whole=self.whole,
+            whole_update=self.whole_update,
             formula=formula_of(self.applier.optimizer) is not None,
         )
 
@@ -292,23 +287,21 @@ class ProgramCache:
         start = cursor.consumed
         dry_run = self._dry_run(cut(cursor.batch, start, start + size, cursor.rows))
         with dry_run.without_grads():
-            same = agrees(program, dry_run, start)
-        if same is False:
-            raise CannotCompile(self._why_different())
-        if same and shape not in self._tried:
+            agreement = agrees(program, dry_run, start)
+        if agreement is None:
+            return False
+        if not agreement and (self.config.precision is None or inductor.emulates_casts()):
+            raise CannotCompile("compiled and uncompiled update differ")
+        if not agreement:
+            raise CannotCompile(
+                f"compiled code of torch {torch.__version__} rounds to bfloat16 at other places than uncompiled code; "
+                "a newer torch version can compile updates in mixed precision"
+            )
+        if shape not in self._tried:
             refuse_slower(program, dry_run, start)
             self._tried.add(shape)
-        if same:
-            self._failed.discard(shape)
-        return same is True
-
-    def _why_different(self) -> str:
-        if self.config.precision is None or inductor.emulates_casts():
-            return "compiled and uncompiled update differ"
-        return (
-            f"compiled code of torch {torch.__version__} rounds to bfloat16 at other places than uncompiled code; a "
-            "newer torch version can compile updates in mixed precision"
-        )
+        self._failed.discard(shape)
+        return True
 
     def _trace(self, cursor: BatchCursor, size: int, example: Any) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
@@ -317,15 +310,15 @@ class ProgramCache:
         accumulator = self.builder.make_accumulator()
         assert isinstance(accumulator, (PlainAccumulator, WeightedAccumulator))
         with ValueReads():
-            backward = trace_backward(accumulator, tensors, example, self.whole)
-        formula = formula_of(optimizer) if self.whole else None
+            backward = trace_backward(accumulator, tensors, example, self.whole_update)
+        formula = formula_of(optimizer) if self.whole_update else None
         names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
         update = CompiledUpdate(
             backward=backward,
             buckets=None if formula is None else OptimBuckets(formula, optimizer, names),
             samples=size,
-            chosen=[has_rows(leaf, cursor.rows) for leaf in leaves(cursor.batch) if isinstance(leaf, Tensor)],
-            max_grad_norm=self.config.max_grad_norm if self.whole else None,
+            has_rows=[has_rows(tensor, cursor.rows) for tensor in tensors_in(cursor.batch)],
+            max_grad_norm=self.config.max_grad_norm if self.whole_update else None,
             checks=self.config.checks_finite,
         )
         return tensors, update
@@ -339,7 +332,7 @@ class ProgramCache:
             "there is a loss scale": self.evaluator.precision.scales,
             "the size of microbatches is automatic": self.builder.size.automatic,
             "transforms group samples, use references or add noise": bool(
-                chain.grouping or chain.samples.references or (chain.on_sum and self.whole)
+                chain.grouping or chain.samples.references or (chain.on_sum and self.whole_update)
             ),
             "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
             "modules have hooks": any(hooks_in(modules)),
@@ -369,14 +362,10 @@ class ProgramCache:
         self._guards = None
         self._warn(f"updates stay uncompiled: {reason}")
 
-    def _stay_uncompiled(self, shape: str, size: int, reason: str) -> None:
-        self.slower[shape] = reason
-        self.notify(f"updates of {plural(size, 'sample')} stay uncompiled: {reason}")
-
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if self.config.compile is True:
             warnings.warn(
-                f"{what}. Training continues; uncompiled updates give the same results, without the speedup.",
+                f"{problem}. Training continues; uncompiled updates give the same results, without the speedup.",
                 TrainingWarning,
                 2,
             )

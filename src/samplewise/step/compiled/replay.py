@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.step.compiled import inductor
-from samplewise.step.compiled.kernels import Kernel, replaced
+from samplewise.step.compiled.inductor import Kernel, replaced
 from samplewise.step.compiled.optim import raw_view
 
 CHUNK = 256  # maximum number of updates in one call, without checking guards in between
@@ -43,28 +43,30 @@ class KernelReplay:
         self._drive.restype = ctypes.c_int64
         self._drive.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
         self._handles = Handles()
-        self._arguments = [(ctypes.c_void_p * len(given))(*self._values(kind, given)) for kind, given in calls]
+        # Arguments of a call: handles for a library call, addresses for a kernel.
+        self._blocks = [
+            (ctypes.c_void_p * len(tensors))(
+                *(self._handles.of(tensors) if isinstance(kind, LibraryCall) else [t.data_ptr() for t in tensors])
+            )
+            for kind, tensors in calls
+        ]
         self._holes = []  # arguments that are tensors of the batch
-        for arguments, (_, given) in zip(self._arguments, calls, strict=True):
-            for k, tensor in enumerate(given):
-                self._holes += [(arguments, k, b) for b, wanted in enumerate(batch) if tensor is wanted]
+        for block, (_, tensors) in zip(self._blocks, calls, strict=True):
+            for k, tensor in enumerate(tensors):
+                self._holes += [(block, k, b) for b, data in enumerate(batch) if tensor is data]
         self.table = torch.zeros(CHUNK, small[2].numel(), dtype=torch.float64)  # scalars of the next updates
         self.numbers = raw_view(self.table)
         self._columns: list[Tensor] = []
         self._job = self._make_job()
 
-    def _values(self, kind: Kernel | LibraryCall, given: Sequence[Tensor]) -> list[int]:
-        """Arguments of a call: addresses for a kernel, handles for a library call."""
-        return self._handles.of(given) if isinstance(kind, LibraryCall) else [t.data_ptr() for t in given]
-
     def _make_job(self) -> Any:
         start, flag, numbers = self._small
         count = len(self._results)
         self._sizes = (ctypes.c_int64 * count)(*(t.nbytes for t in self._results))
-        self._found = (ctypes.c_void_p * count)(*(t.data_ptr() for t in self._results))
-        self._kept = (ctypes.c_void_p * count)()
+        self._sources = (ctypes.c_void_p * count)(*(t.data_ptr() for t in self._results))
+        self._targets = (ctypes.c_void_p * count)()
         self._kernels = (ctypes.c_void_p * len(self._calls))(*(kind.address for kind, _ in self._calls))
-        self._given = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._arguments))
+        self._arguments = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._blocks))
         job = Job()
         job.start = start.data_ptr()
         job.flag = flag.data_ptr()
@@ -72,20 +74,20 @@ class KernelReplay:
         job.table = self.table.data_ptr()
         job.width = numbers.numel()
         job.results = count
-        for name in ("sizes", "found", "kept", "kernels", "given"):
+        for name in ("sizes", "sources", "targets", "kernels", "arguments"):
             setattr(job, name, ctypes.addressof(getattr(self, f"_{name}")))
         self._address = ctypes.addressof(job)
         return job
 
     def feed(self, batch: Sequence[Tensor]) -> None:
         """Replace the addresses of the batch in the recorded arguments."""
-        for arguments, k, b in self._holes:
-            arguments[k] = batch[b].data_ptr()
+        for block, k, b in self._holes:
+            block[k] = batch[b].data_ptr()
 
     def fresh_columns(self) -> list[Tensor]:
         """Allocate tensors (CHUNK, ...) for the results of the next updates, one row per update."""
         self._columns = [torch.empty(CHUNK, *t.shape, dtype=t.dtype) for t in self._results]
-        self._kept[:] = [column.data_ptr() for column in self._columns]
+        self._targets[:] = [column.data_ptr() for column in self._columns]
         return self._columns
 
     def __call__(self, start: int, step: int, updates: int, row: int) -> int:
@@ -103,7 +105,7 @@ class Job(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("start", "flag", "numbers", "table")),
         *((name, ctypes.c_int64) for name in ("width", "results")),
-        *((name, ctypes.c_void_p) for name in ("sizes", "found", "kept", "kernels", "given")),
+        *((name, ctypes.c_void_p) for name in ("sizes", "sources", "targets", "kernels", "arguments")),
     ]
 
 
@@ -116,13 +118,16 @@ def record(
     module = inductor.wrapper_module(run)
     kernels = {name: kernel for name, kernel in vars(module).items() if isinstance(kernel, Kernel)} if module else {}
     calls: list[Call] = []
-    noting = {name: _noting(kernel, calls) for name, kernel in kernels.items()}
-    with replaced(module, noting), CallRecorder(calls) as others:
+    recorders = {name: _recorder(kernel, calls) for name, kernel in kernels.items()}
+    with replaced(module, recorders), CallRecorder(calls) as recorder:
         results = run([*bound, *batch])
-    given = [thing for _, things in calls for thing in things]
-    fit = calls and not others.seen and all(isinstance(thing, Tensor) for thing in given)
-    fit = fit and _can_be_fed(calls, results, batch) and _intermediate_bytes(given, [*bound, *batch]) <= LARGE
-    return (calls, results) if fit else None
+    arguments = [argument for _, tensors in calls for argument in tensors]
+    if not calls or recorder.other_operations or not all(isinstance(argument, Tensor) for argument in arguments):
+        return None
+    inputs = {t.untyped_storage().data_ptr() for t in (*bound, *batch)}
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in arguments}
+    intermediate = sum(size for address, size in sizes.items() if address not in inputs)
+    return (calls, results) if intermediate <= LARGE and _can_be_fed(calls, results, batch) else None
 
 
 def _can_be_fed(calls: Sequence[Call], results: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:
@@ -132,40 +137,35 @@ def _can_be_fed(calls: Sequence[Call], results: Sequence[Tensor], batch: Sequenc
     must be contiguous.
     """
     memory = {t.untyped_storage().data_ptr() for t in batch}
-    known = {id(t) for t in batch}
-    strays = [t for kind, given in calls for t in given if isinstance(kind, LibraryCall) or id(t) not in known]
+    ids = {id(t) for t in batch}
+    strays = [t for kind, tensors in calls for t in tensors if isinstance(kind, LibraryCall) or id(t) not in ids]
     fed = not any(t.untyped_storage().data_ptr() in memory for t in (*strays, *results))
     return fed and all(t.is_contiguous() for t in results)
 
 
-def _intermediate_bytes(given: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
-    """Memory of arguments that are not inputs."""
-    known = {t.untyped_storage().data_ptr() for t in inputs}
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
-    return sum(size for address, size in sizes.items() if address not in known)
+def _recorder(kernel: Kernel, calls: list[Call]) -> Callable[..., None]:
+    """Function that calls the kernel and adds the call to `calls`."""
 
+    def call(*tensors: Tensor) -> None:
+        calls.append((kernel, tensors))
+        kernel(*tensors)
 
-def _noting(kernel: Kernel, calls: list[Call]) -> Callable[..., None]:
-    def called(*given: Tensor) -> None:
-        calls.append((kernel, given))
-        kernel(*given)
-
-    return called
+    return call
 
 
 class CallRecorder(TorchDispatchMode):
-    """Add matrix products to `calls`; count other dispatched operations, which a recording cannot contain."""
+    """Add matrix products to `calls`, and count other dispatched operations, which a recording cannot contain."""
 
     def __init__(self, calls: list[Call]) -> None:
         super().__init__()
         self.calls = calls
-        self.seen = 0
+        self.other_operations = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = as_library_call(function, args, kwargs)
         if call is None:
-            self.seen += 1
+            self.other_operations += 1
         else:
             self.calls.append(call)
         return function(*args, **kwargs)
@@ -174,12 +174,12 @@ class CallRecorder(TorchDispatchMode):
 def _source(calls: Sequence[Call]) -> str:
     """C++ source of the loop over updates."""
     lines = []
-    for k, (kind, given) in enumerate(calls):
-        function, values = f"job->kernels[{k}]", [f"given[{k}][{a}]" for a in range(len(given))]
+    for k, (kind, tensors) in enumerate(calls):
+        function, values = f"job->kernels[{k}]", [f"arguments[{k}][{a}]" for a in range(len(tensors))]
         if isinstance(kind, LibraryCall):
             lines.append(f"if ({kind.source(function, values)}) return u;")
         else:
-            lines.append(f"((void (*)({', '.join(['void*'] * len(given))})){function})({', '.join(values)});")
+            lines.append(f"((void (*)({', '.join(['void*'] * len(tensors))})){function})({', '.join(values)});")
     return SOURCE.replace("CALLS", "\n            ".join(lines))
 
 
@@ -190,7 +190,7 @@ SOURCE = r"""
 struct Job {
     int64_t* start; double* flag; double* numbers; const double* table;
     int64_t width, results;
-    const int64_t* sizes; const char** found; char** kept; void** kernels; void*** given;
+    const int64_t* sizes; const char** sources; char** targets; void** kernels; void*** arguments;
 };
 
 static bool finite(const double* number) {  // by its bits: the compiler may be told that all numbers are
@@ -200,7 +200,7 @@ static bool finite(const double* number) {  // by its bits: the compiler may be 
 }
 
 extern "C" int64_t drive(Job* job, int64_t start, int64_t step, int64_t updates, int64_t row) {
-    void*** given = job->given;
+    void*** arguments = job->arguments;
     for (int64_t u = 0; u < updates; u++) {
         *job->start = start + u * step;
         memcpy(job->numbers, job->table + u * job->width, job->width * 8);
@@ -211,7 +211,7 @@ extern "C" int64_t drive(Job* job, int64_t start, int64_t step, int64_t updates,
         }
         if (!finite(job->flag)) return u;
         for (int64_t r = 0; r < job->results; r++)
-            memcpy(job->kept[r] + (row + u) * job->sizes[r], job->found[r], job->sizes[r]);
+            memcpy(job->targets[r] + (row + u) * job->sizes[r], job->sources[r], job->sizes[r]);
     }
     return updates;
 }
@@ -247,9 +247,9 @@ class LibraryCall:
 
     @property
     def address(self) -> int:
-        found = inductor.libtorch_function(self.symbol)
-        assert found is not None
-        return found
+        address = inductor.libtorch_function(self.symbol)
+        assert address is not None
+        return address
 
 
 def as_library_call(
@@ -268,12 +268,12 @@ class Handles:
     """Handles of tensors, deleted together with this object."""
 
     def __init__(self) -> None:
-        self._made: list[int] = []
+        self._handles: list[int] = []
         delete = inductor.libtorch_function(DELETE)
         if delete is not None:  # otherwise `as_library_call` finds none
-            weakref.finalize(self, inductor.delete_tensor_handles, delete, self._made)
+            weakref.finalize(self, inductor.delete_tensor_handles, delete, self._handles)
 
     def of(self, tensors: Sequence[Tensor]) -> list[int]:
-        made = inductor.tensor_handles(tensors)
-        self._made += made
-        return made
+        handles = inductor.tensor_handles(tensors)
+        self._handles += handles
+        return handles

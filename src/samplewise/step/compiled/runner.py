@@ -1,29 +1,165 @@
-"""Runner of compiled updates in one process: decides when to compile, runs programs, and falls back to uncompiled
-updates.
+"""Runners, which make the updates of a step: uncompiled, with compiled gradients, or by compiled code as a whole.
+
+Compiled gradients: the forward pass, per-sample quantities, weights and the weighted sum of a microbatch are compiled.
+The sum over microbatches and ranks, noise and the optimizer are not, so that ranks may differ in what they compile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from samplewise.core.batches import length
 from samplewise.core.text import plural
-from samplewise.step.batch_columns import record_columns
-from samplewise.step.compiled.microbatch_runner import MicrobatchRunner
+from samplewise.engine.backward import accumulate_grad
+from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.program_cache import ProgramCache
 from samplewise.step.compiled.replay import CHUNK
 from samplewise.step.config import StepConfig
-from samplewise.step.eager import EagerRunner
 from samplewise.step.update import Outcome, Update
-from samplewise.step.window import BatchCursor
+from samplewise.step.window import BatchCursor, record_columns
+from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.stats import SampleStats
+
+
+class Runner(Protocol):
+    """Makes the updates of a step from batches."""
+
+    def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
+        """Make the updates that the samples of a batch complete, and yield each one before the next one is begun;
+        remaining samples stay in the open window. `blocks`: the caller does not look at single updates, so that one
+        `Update` may stand for several.
+        """
+
+    @property
+    def status(self) -> str:
+        """State of compilation: "compiled", or the reason why updates are not compiled."""
+
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Context manager that passes notices about slow compilation to `notify(line)`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of compilation."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """State of compilation in which ranks may differ."""
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restore what `rank_state` returned."""
+
+
+class EagerRunner:
+    """Uncompiled updates: fill a window, then apply it. `status`: why updates are not compiled."""
+
+    def __init__(self, builder: WindowBuilder, applier: UpdateApplier, status: str):
+        self.builder = builder
+        self.applier = applier
+        self.status = status
+
+    def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
+        return map(self.applier.apply, self.builder.fill(cursor))
+
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "known": [],
+            "given_up": None,
+            "slower": {},
+            "tried": [],
+            "failed": [],
+            "changes": 0,
+            "values": {},
+            "settings": "",
+            "parts": {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check the state; uncompiled updates use none of it."""
+        if not {"known", "given_up"} <= state.keys() <= self.state_dict().keys():
+            raise ValueError(
+                f"the compilation state of a step must have the keys {', '.join(self.state_dict())}; found "
+                f"{', '.join(map(str, state)) or 'none'}. Load what step.state_dict() returned."
+            )
+
+    def rank_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Uncompiled updates use none of it."""
+
+
+class MicrobatchRunner:
+    """Updates made by `eager`, with gradients from compiled code where possible."""
+
+    def __init__(self, eager: EagerRunner):
+        self.eager = eager
+        self.builder = eager.builder
+        self.run = eager.run
+        self.cache = ProgramCache(eager.builder, eager.applier, whole_update=False)
+        self.slow_compile_notice = self.cache.slow_compile_notice
+        self.builder.compiled_sums = self.add
+        self.compiled = False  # whether gradients were compiled
+
+    @property
+    def status(self) -> str:
+        if self.cache.gave_up is not None:
+            return self.cache.gave_up
+        if self.builder.defers:
+            return "transforms that need the whole window are compiled only in a single process"
+        if self.compiled:
+            return "compiled"
+        if self.cache.slower:
+            return next(iter(self.cache.slower.values()))
+        return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
+
+    def add(self, microbatch: Any) -> SampleStats | None:
+        """Add the gradient sums of a microbatch to `.grad`, and return its per-sample results. None: nothing was done,
+        and the microbatch must be computed uncompiled, as those of the first update, which is checked for mistakes.
+        """
+        if self.cache.gave_up is not None or self.builder.counters.updates == 0:
+            return None
+        evaluator = self.builder.evaluator
+        ready = evaluator.ready
+        evaluator.ready = None  # a program is verified in passes of its own
+        try:
+            cursor = BatchCursor(microbatch)
+            program = self.cache.get(cursor, cursor.left)
+        finally:
+            evaluator.ready = ready
+        results = None if program is None else program(0, hyperparameter_version=0)
+        if program is None or results is None:
+            return None
+        for name, gradient in program.separate_gradients(results).items():
+            accumulate_grad(evaluator.trained.named[name], gradient)
+        self.compiled = True
+        return program.stats(results)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of uncompiled updates, which is equal on all ranks: see `rank_state`."""
+        return self.eager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.eager.load_state_dict(state)
+        self.cache.load_state_dict(self.eager.state_dict())
+        self.compiled = False
+
+    def rank_state(self) -> dict[str, Any]:
+        return self.cache.state_dict()
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        self.cache.load_state_dict(state)
+
 
 AUTO_AFTER = 1000  # one-sample updates before "auto" compiles: training is then likely to last
 SIZE_AFTER = 3  # microbatches of one size before the gradients of further ones are compiled: many sizes occur once
@@ -40,7 +176,7 @@ class CompiledRunner:
         self.builder = builder
         self.evaluator = builder.evaluator
         self.applier = eager.applier
-        self.cache = ProgramCache(eager, whole=True)
+        self.cache = ProgramCache(eager.builder, eager.applier, whole_update=True)
         self.microbatch_runner = MicrobatchRunner(eager)
         self.builder.compiled_sums = self._add_microbatch
         self._sizes: dict[str, int] = {}  # number of microbatches by size
@@ -109,9 +245,9 @@ class CompiledRunner:
         if self.cache.gave_up is not None or window.config.transforms.samples.uses_positions:
             return None
         size = length(microbatch) or 0
-        wanted = window.config.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
-        whole = not window.samples and size == wanted and not self._in_microbatches(size)
-        if whole or self.config.compile is not True or self.builder.counters.updates == 0:
+        samples = window.config.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
+        is_window = not window.samples and size == samples and not self._in_microbatches(size)
+        if is_window or self.config.compile is not True or self.builder.counters.updates == 0:
             return None
         count = self._sizes.get(str(size), 0)
         if count < SIZE_AFTER:
@@ -183,14 +319,19 @@ class CompiledRunner:
         several = program is not None and program.can_make_many and scheduler is None and not self.config.recheck
         may_change = scheduler is not None or (program is not None and program.update.buckets is None)
         while program is not None and cursor.consumed + size <= end and not self._recheck_due():
-            wanted = min((end - cursor.consumed) // size, CHUNK) if several else 1
-            before = self.builder.counters.updates
-            update = self._run_many(program, cursor, wanted) if wanted > 1 else self._run(program, cursor)
-            if update is None:
+            limit = min((end - cursor.consumed) // size, CHUNK) if several else 1
+            if limit > 1:
+                started = perf_counter()
+                rates = self.applier.rates()
+                count, results = program.many(cursor.consumed, limit)
+                update = self._count(program, cursor, count, results, rates, started) if count else None
+            else:
+                count = 1
+                update = self._run(program, cursor)
+            if update is None:  # the next update is not finite; nothing has changed
                 return
-            made = self.builder.counters.updates - before
             yield update
-            if made < wanted or (may_change and not self.cache.guards_hold()):
+            if count < limit or (may_change and not self.cache.guards_hold()):
                 return
 
     def _recheck_due(self) -> bool:
@@ -217,37 +358,30 @@ class CompiledRunner:
             self.applier.scheduler.step()
         return self._count(program, cursor, 1, results, rates, started)
 
-    def _run_many(self, program: Program, cursor: BatchCursor, updates: int) -> Update | None:
-        """Make up to `updates` updates; None if the first one is not finite, in which case nothing has changed."""
-        started = perf_counter()
-        rates = self.applier.rates()
-        made, results = program.many(cursor.consumed, updates)
-        return self._count(program, cursor, made, results, rates, started) if made else None
-
     def _count(
         self,
         program: Program,
         cursor: BatchCursor,
-        made: int,
+        updates: int,
         results: Sequence[Tensor],
         rates: list[Any],
         started: float,
     ) -> Update:
-        """Count the updates that a program has made of the next samples, and return them as one."""
+        """Count the `updates` that a program has made of the next samples, and return them as one."""
         builder = self.builder
         counters = builder.counters
         start = cursor.consumed
-        cursor.skip(made * program.update.samples)
+        cursor.skip(updates * program.update.samples)
         columns = []
         if builder.columns:
             rows = slice(start, cursor.consumed)
             columns = [record_columns(cursor.batch, builder.columns, counters.epochs, rows)]
-        samples = program.count * made
+        samples = program.count * updates
         norm = program.norm()
         outcome = Outcome(False, rates, lambda: torch.tensor(norm, dtype=torch.float64))
-        update = Update(counters.updates, samples, outcome, [program.stats(results)], columns, updates=made)
+        update = Update(counters.updates, samples, outcome, [program.stats(results)], columns, updates=updates)
         update.phases = {"compiled": perf_counter() - started}
-        counters.updates += made
-        counters.microbatches += made
+        counters.updates += updates
+        counters.microbatches += updates
         counters.samples += samples
         return update

@@ -33,15 +33,17 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors of the modules: `trained` by name, the `others`, and (module, name, tensor) for every occurrence."""
+    """Tensors of the modules: `trained` by name, `untrained` parameters and buffers, and (module, name, tensor) for
+    every occurrence.
+    """
 
     trained: dict[str, Tensor]
-    others: list[Tensor]
+    untrained: list[Tensor]
     occurrences: list[tuple[nn.Module, str, Tensor]]
 
     @classmethod
     def of(cls, evaluator: LossEvaluator) -> Tensors:
-        trained = evaluator.trained.wanted()
+        trained = evaluator.trained.trainable()
         occurrences = [
             (module, name, tensor)
             for module in evaluator.modules
@@ -50,22 +52,22 @@ class Tensors:
         if {id(p) for p in trained.values()} - {id(tensor) for _, _, tensor in occurrences}:
             raise CannotCompile("the optimizer has tensors that are not parameters of the model")
         ours = {id(p) for p in trained.values()}
-        others = {id(tensor): tensor for _, _, tensor in occurrences if id(tensor) not in ours}
-        return cls(trained, list(others.values()), occurrences)
+        untrained = {id(tensor): tensor for _, _, tensor in occurrences if id(tensor) not in ours}
+        return cls(trained, list(untrained.values()), occurrences)
 
-    def replaced(self, stack: ExitStack, trained: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    def replace(self, stack: ExitStack, trained: Sequence[Tensor], untrained: Sequence[Tensor]) -> None:
         """Replace all tensors in the modules until the stack is closed."""
-        originals = [*self.trained.values(), *self.others]
-        new = {id(a): b for a, b in zip(originals, [*trained, *others], strict=True)}
+        originals = [*self.trained.values(), *self.untrained]
+        new = {id(a): b for a, b in zip(originals, [*trained, *untrained], strict=True)}
         for root in dict.fromkeys(module for module, _, _ in self.occurrences):
             here = {name: new[id(tensor)] for module, name, tensor in self.occurrences if module is root}
             stack.enter_context(inductor.parameters_replaced(root, here))
 
-    def check_replaced(self, trained: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    def check_replaced(self, trained: Sequence[Tensor], untrained: Sequence[Tensor]) -> None:
         """Raise CannotCompile if a module has other tensors than these: the graph would not contain the change."""
         roots = dict.fromkeys(module for module, _, _ in self.occurrences)
         now = {id(t) for root in roots for t in (*root.parameters(), *root.buffers())}
-        if now - {id(t) for t in (*trained, *others)}:
+        if now - {id(t) for t in (*trained, *untrained)}:
             raise CannotCompile("the model replaces a buffer in the forward pass, instead of changing it in place")
 
 
@@ -73,7 +75,7 @@ class Tensors:
 class Backward:
     """Traced graph and the meaning of its results.
 
-    `reached`: names of the trained parameters that have a gradient. `moving`: indices of the other tensors that the
+    `reached`: names of the trained parameters that have a gradient. `moving`: indices of the untrained tensors that the
     graph changes. `factors`: for each gradient that is a column times a row, the indices of both among the results.
     """
 
@@ -97,13 +99,13 @@ class Backward:
         return SampleStats(**fields)
 
     @property
-    def known(self) -> int:
-        """Number of results before the gradients."""
+    def first_gradient(self) -> int:
+        """Index of the first gradient among the results."""
         return len(self.columns) + sum(map(len, self.by_name.values()))
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients of the update by parameter name."""
-        return dict(zip(self.reached, results[self.known :], strict=False))
+        return dict(zip(self.reached, results[self.first_gradient :], strict=False))
 
 
 def trace_backward(
@@ -117,26 +119,26 @@ def trace_backward(
 
     def run(*flat: Tensor) -> list[Tensor]:
         inputs = iter(flat)
-        wanted = {name: next(inputs).detach().requires_grad_() for name in tensors.trained}
-        others = [next(inputs) for _ in tensors.others]
+        trained = {name: next(inputs).detach().requires_grad_() for name in tensors.trained}
+        untrained = [next(inputs) for _ in tensors.untrained]
         example = map_leaves(microbatch, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
         with ExitStack() as stack:
-            tensors.replaced(stack, list(wanted.values()), others)
-            accumulator.evaluator = traced = TracedEvaluator(evaluator, wanted)
+            tensors.replace(stack, list(trained.values()), untrained)
+            accumulator.evaluator = traced = TracedEvaluator(evaluator, trained)
             with NumberReads():  # above the mode of the tracer, which would answer the loss function with a constant
                 (stats,) = accumulator.add([example], 0)
             gradients = traced.gradient_sum(denominator([stats]) if mean else 1.0)
-            tensors.check_replaced(list(wanted.values()), others)
-        found = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
-        dicts = {name: values for name, values in found.items() if isinstance(values, dict)}
-        columns = {name: values for name, values in found.items() if name not in dicts}
+            tensors.check_replaced(list(trained.values()), untrained)
+        fields = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
+        dicts = {name: values for name, values in fields.items() if isinstance(values, dict)}
+        columns = {name: values for name, values in fields.items() if name not in dicts}
         by_name = {name: list(values) for name, values in dicts.items()}
         layout.update(columns=list(columns), by_name=by_name, reached=list(gradients), samples=len(stats))
         return [*columns.values(), *(t for values in dicts.values() for t in values.values()), *gradients.values()]
 
     # contiguous, as in compiled calls
     data = [leaf.contiguous() for leaf in leaves(microbatch) if isinstance(leaf, Tensor)]
-    examples = [t.detach() for t in (*tensors.trained.values(), *tensors.others, *data)]
+    examples = [t.detach() for t in (*tensors.trained.values(), *tensors.untrained, *data)]
     graph = inductor.trace(run, examples, DECOMPOSITIONS)
     backward = Backward(
         graph,
@@ -144,13 +146,13 @@ def trace_backward(
         layout["columns"],
         layout["by_name"],
         layout["reached"],
-        _lifted(graph),
+        _lift_constants(graph),
         layout["samples"],
         any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes),
     )
     first = len(tensors.trained)
-    backward.moving = [k - first for k in sorted(_changed(graph))]
-    if any(not 0 <= k < len(tensors.others) for k in backward.moving):
+    backward.moving = [k - first for k in sorted(_changed_inputs(graph))]
+    if any(not 0 <= k < len(tensors.untrained) for k in backward.moving):
         raise CannotCompile("the model changes its parameters or its data in place")
     _find_factors(backward)
     return backward
@@ -160,28 +162,28 @@ RESULTS = ("losses", "counts", "raw_norms", "coefficients", "shares", "columns")
 
 
 class TracedEvaluator(LossEvaluator):
-    """Evaluator in tracing: the model has the tensors `wanted` instead of its parameters, and the weighted sum of
-    gradients is kept for `gradient_sum` instead of being added to `.grad`.
+    """Evaluator in tracing: the model has the tensors `inputs` instead of its parameters, and the weighted sum of
+    gradients is returned by `gradient_sum` instead of being added to `.grad`.
     """
 
-    def __init__(self, evaluator: LossEvaluator, wanted: dict[str, Tensor]):
+    def __init__(self, evaluator: LossEvaluator, inputs: dict[str, Tensor]):
         vars(self).update(vars(evaluator))
-        self.wanted = wanted
+        self.inputs = inputs
         self.gradient_sum: Callable[[Tensor | float], dict[str, Tensor]]  # Σ w × gradient, divided by a number
 
     def losses(self, microbatch: Any) -> tuple[Tensor, Tensor | None]:
         losses, counts = super().losses(microbatch)
         if losses.dtype not in EXACT:
             raise CannotCompile(f"losses are {losses.dtype}")
-        reached = torch.autograd.grad(losses.sum(), list(self.wanted.values()), retain_graph=True, allow_unused=True)
-        self._reached = {name: p for (name, p), g in zip(self.wanted.items(), reached, strict=True) if g is not None}
+        reached = torch.autograd.grad(losses.sum(), list(self.inputs.values()), retain_graph=True, allow_unused=True)
+        self._reached = {name: p for (name, p), g in zip(self.inputs.items(), reached, strict=True) if g is not None}
         return losses, counts
 
     def gradients(self, losses: Tensor, microbatch: Any = None, checked: bool = False) -> Gradients:
         """As in an uncompiled step, without further passes: if samples may interact, nothing is compiled."""
         with warnings.catch_warnings():
             warnings.simplefilter("error", SamplesMayInteractWarning)
-            return prepare(gradients_of(losses, self.wanted, self.modules, interacting=self.interacting))
+            return prepare(gradients_of(losses, self.inputs, self.modules, interacting=self.interacting))
 
     def add_sum(self, losses: Tensor, weights: Tensor | None = None) -> None:
         numerators = torch.ones_like(losses) if weights is None else weights
@@ -202,52 +204,48 @@ class TracedEvaluator(LossEvaluator):
 # --- reading the graph ------------------------------------------------------------------------------------------------
 
 
-def _lifted(graph: fx.GraphModule) -> list[Tensor]:
+def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     """Turn constant tensors of the graph into inputs, so that later changes of their values take effect."""
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-    found: list[Tensor] = []
+    constants: list[Tensor] = []
     for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
         tensor = getattr(graph, str(node.target))
         if not isinstance(tensor, Tensor):
             raise CannotCompile("the graph has an object that is neither a tensor nor a number")
         with graph.graph.inserting_after(last):
-            last = graph.graph.placeholder(f"constant_{len(found)}")
+            last = graph.graph.placeholder(f"constant_{len(constants)}")
         last.meta["val"] = tensor
         node.replace_all_uses_with(last)
         graph.graph.erase_node(node)
-        found.append(tensor)
+        constants.append(tensor)
     graph.recompile()
-    return found
+    return constants
 
 
-def _changed(graph: fx.GraphModule) -> set[int]:
-    """Indices of the inputs that the graph changes in place."""
+def _changed_inputs(graph: fx.GraphModule) -> set[int]:
+    """Indices of the inputs that the graph changes in place, also through a view or alias."""
     inputs = {node: k for k, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
-    found = set()
+    changes = set()
     for node in graph.graph.nodes:
-        origins = [_origin(argument) for argument in _written(node)]
-        found |= {inputs[origin] for origin in origins if origin in inputs}
-    return found
+        for origin in _written_arguments(node):
+            while origin.op == "call_function" and _is_alias(origin) and isinstance(origin.args[0], fx.Node):
+                origin = origin.args[0]
+            if origin in inputs:
+                changes.add(inputs[origin])
+    return changes
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
+def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """Arguments that the operation changes in place."""
     schema = getattr(node.target, "_schema", None)
     for k, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-            if isinstance(given, fx.Node):
-                yield given
+            value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(value, fx.Node):
+                yield value
 
 
-def _origin(node: fx.Node) -> fx.Node:
-    """Return the node of which this node is a view or alias, or the node itself."""
-    while node.op == "call_function" and _aliases(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _aliases(node: fx.Node) -> bool:
+def _is_alias(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
@@ -256,7 +254,7 @@ def _find_factors(backward: Backward) -> None:
     """Append column and row of each gradient that is a column times a row to the results."""
     (output,) = (node for node in backward.graph.graph.nodes if node.op == "output")
     results = list(output.args[0])
-    for k, name in enumerate(backward.reached, backward.known):
+    for k, name in enumerate(backward.reached, backward.first_gradient):
         pair = _column_and_row(results[k])
         if pair is not None:
             backward.factors[name] = (len(results), len(results) + 1)
@@ -270,8 +268,8 @@ def _column_and_row(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         node = node.args[0]
     if node.target is not torch.ops.aten.mul.Tensor:
         return None
-    left, right = node.args
-    if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+    column, row = node.args
+    if not (isinstance(column, fx.Node) and isinstance(row, fx.Node)):
         return None
-    a, b = left.meta["val"].shape, right.meta["val"].shape
-    return (left, right) if len(a) == len(b) == 2 and a[1] == b[0] == 1 else None
+    a, b = column.meta["val"].shape, row.meta["val"].shape
+    return (column, row) if len(a) == len(b) == 2 and a[1] == b[0] == 1 else None

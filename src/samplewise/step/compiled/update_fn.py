@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from samplewise.engine.grads.base import total
-from samplewise.step.compiled.decompositions import stored
+from samplewise.step.compiled.decompositions import materialize
 from samplewise.step.compiled.optim import OptimBuckets
 from samplewise.step.compiled.tracing import Backward
 
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
     trained: list[Tensor]
     states: list[Tensor]
-    others: list[Tensor]
+    untrained: list[Tensor]
     constants: list[Tensor]
     cells: list[Tensor]  # first row, flag (squared gradient norm, or non-finite), scalars of the formula
     batch: list[Tensor]
@@ -47,50 +47,54 @@ class Values(NamedTuple):
 
     trained: dict[str, Tensor]
     states: dict[tuple[str, str], Tensor]
-    others: list[Tensor]
+    untrained: list[Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.trained.values(), *self.states.values(), *self.untrained]
 
 
 @dataclass
 class CompiledUpdate:
-    """One update of `samples` rows. `chosen[k]` is True if tensor k of the batch has one row per sample."""
+    """One update of `samples` rows. `has_rows[k]` is True if tensor k of the batch has one row per sample."""
 
     backward: Backward
     buckets: OptimBuckets | None  # None: gradients are returned, for the optimizer or for the sum over ranks
     samples: int
-    chosen: list[bool]
+    has_rows: list[bool]
     max_grad_norm: float | None
     checks: bool
 
-    def __call__(self, given: Inputs) -> tuple[Tensor, ...]:
-        start, flag, numbers = given.cells
-        states = {} if self.buckets is None else dict(zip(self.buckets.states, given.states, strict=True))
-        before = Values(dict(zip(self.backward.trained, given.trained, strict=True)), states, given.others)
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        start, flag, numbers = inputs.cells
+        states = {} if self.buckets is None else dict(zip(self.buckets.states, inputs.states, strict=True))
+        before = Values(dict(zip(self.backward.trained, inputs.trained, strict=True)), states, inputs.untrained)
         moving = self.backward.moving
-        others = [t.clone() if k in moving else t for k, t in enumerate(given.others)]  # the model changes these
+        untrained = [t.clone() if k in moving else t for k, t in enumerate(inputs.untrained)]  # the model changes these
         run: Any = fx.Interpreter(self.backward.graph).run
-        results = run(*given.trained, *others, *self._rows(given.batch, start), *given.constants)
-        known = [t.contiguous() for t in results[: self.backward.known]]
+        results = run(*inputs.trained, *untrained, *self._rows(inputs.batch, start), *inputs.constants)
+        stats = [t.contiguous() for t in results[: self.backward.first_gradient]]
         gradients, size = self._gradients(results)
-        doubts = [_doubt(name, t) for name, t in zip(self.backward.columns, known, strict=False)]
+        # Adding the doubts makes the flag NaN if a per-sample result is invalid, without another output.
+        doubts = [_doubt(name, t) for name, t in zip(self.backward.columns, stats, strict=False)]
         size = total([size, *doubts])
         flag.copy_(size.reshape(1))
-        after = before._replace(others=others)
+        after = before._replace(untrained=untrained)
         if self.buckets is not None:
-            after = Values(*self.buckets.apply(before.trained, gradients, states, numbers), others)
+            after = Values(*self.buckets.apply(before.trained, gradients, states, numbers), untrained)
         self._write(before, after, size)
-        return (*known, *(gradients.values() if self.buckets is None else ()))
+        return (*stats, *(gradients.values() if self.buckets is None else ()))
 
     def _rows(self, batch: Sequence[Tensor], start: Tensor) -> list[Tensor]:
         places = start if self.samples == 1 else start + torch.arange(self.samples)
         row = torch.ops.aten._unsafe_index.Tensor  # no bounds check: batches have any number of rows
-        return [row(t, [places]) if rows else t for t, rows in zip(batch, self.chosen, strict=True)]
+        return [row(t, [places]) if rows else t for t, rows in zip(batch, self.has_rows, strict=True)]
 
     def _gradients(self, results: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Gradients after `max_grad_norm`, and their squared norm before it."""
         gradients = self.backward.gradients(results)
         square = self._square(gradients, results)
         if self.max_grad_norm is not None:  # as in torch.nn.utils.clip_grad_norm_
-            scale = stored((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
+            scale = materialize((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
             gradients = {name: g * scale.to(g.dtype) for name, g in gradients.items()}
         return gradients, square
 
@@ -100,10 +104,10 @@ class CompiledUpdate:
         Without checks, values are always written, but only after everything has been computed: an index may be out of
         range.
         """
-        fit = stored(size.isfinite() if self.checks else size.isnan() | (size >= 0))
-        pairs = zip(_all(before), _all(after), strict=True)
-        for old, new in [(old, new) for old, new in pairs if new is not old]:
-            old.copy_(torch.where(fit, new, old))
+        fit = materialize(size.isfinite() if self.checks else size.isnan() | (size >= 0))
+        for old, new in zip(before.tensors(), after.tensors(), strict=True):
+            if new is not old:
+                old.copy_(torch.where(fit, new, old))
 
     def _square(self, gradients: dict[str, Tensor], results: Sequence[Tensor]) -> Tensor:
         """Squared norm of the gradient; for a column times a row, the product of their squared norms."""
@@ -113,10 +117,6 @@ class CompiledUpdate:
             sums = [_square(t) for t in factors]
             squares.append(sums[0] * sums[1] if len(sums) == 2 else sums[0])
         return total(square.double() for square in squares)
-
-
-def _all(values: Values) -> list[Tensor]:
-    return [*values.trained.values(), *values.states.values(), *values.others]
 
 
 def _doubt(column: str, values: Tensor) -> Tensor:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from math import inf
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samplewise.backward_through import FrameworkPass, Through
 from samplewise.core.modes import check_modes
 from samplewise.core.text import plural
-from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters
+from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters, wide_dtype
 from samplewise.engine.backward import without_grads
 from samplewise.engine.deferred_checks import collect_in
-from samplewise.engine.gradients import Gradients, accumulate, free_graph, gradients_of_samples
+from samplewise.engine.gradients import Gradients, accumulate, free_graph, gradients_of_samples, norms_during
 from samplewise.engine.outputs import Outputs
 from samplewise.errors import (
     DistributedError,
@@ -108,30 +111,38 @@ def backward(
     check_is_tensor(loss, "sw.backward(loss, model)")
     chain = checked_chain(transforms)
     _check_denominator(denominator)
-    wanted = wanted_parameters(model)
-    _check_modes(wanted.modules)
-    two_passes = _needs_two_passes(wanted, chain)
+    parameters = wanted_parameters(model)
+    for module in parameters.modules:  # modes in the first pass, and later if the model itself is in eval mode
+        if not module.training or module not in _mode_checked:
+            check_modes([module])
+            _mode_checked.add(module)
+    two_passes = _needs_two_passes(parameters, chain)
     if outputs is None and losses is not None:
         raise LossesError("losses must be left out if the loss has one value per sample; found both.")
     sample_losses = loss if outputs is None else losses
     loss = loss / denominator if outputs is None else loss
     framework = FrameworkPass(through, loss, retain_graph)
     try:
-        with framework.own_passes():
+        with framework.allow_passes():
             strategy = "twice" if two_passes else None
-            g = gradients_of_samples(framework.scaled(loss), wanted, outputs, strategy=strategy)
+            g = gradients_of_samples(framework.scale(loss), parameters, outputs, strategy=strategy)
             _check_values(chain, g, counts, batch)
-            stats = SampleStats(_checked_losses(sample_losses, g, chain), counts, batch=batch)
+            stats = SampleStats(_losses_of(sample_losses, g, chain), counts, batch=batch)
             if not chain.weighs:
                 framework.run(loss.sum(), g)
-            directions = _directions(chain, wanted.named)
+            directions: dict[Reference, dict[str, Tensor]] = {}
+            if chain.references:
+                with without_grads(parameters.named.values()):  # references may run backward passes
+                    directions = chain.directions(parameters.named)
             measure(g, stats, chain.samples, directions, norms=True, scale=framework.factor / denominator)
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
         # The scaler must skip the update, also if a gradient without the transforms is finite.
         framework.run(loss.sum() * torch.nan if chain.weighs else loss.sum())
-        samples = _first(loss if outputs is None else outputs)
+        samples = loss if outputs is None else outputs
+        if not isinstance(samples, Tensor):
+            samples = next(output for output in samples if output.requires_grad)
         return without_norms(len(samples), samples.device, sample_losses, counts)
     if chain.weighs:
         with collect_in(g._checks):  # all values on an accelerator are checked in one host sync
@@ -139,7 +150,7 @@ def backward(
         if two_passes:
             framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())
         else:
-            with framework.own_passes():
+            with framework.allow_passes():
                 accumulate(g, stats.coefficients, retain_graph)
     if not retain_graph:
         free_graph(g, "sw.backward")
@@ -176,15 +187,7 @@ def checked_chain(transforms: Transforms) -> Chain:
     return chain
 
 
-_checked: WeakSet[nn.Module] = WeakSet()  # models whose modes were checked
-
-
-def _check_modes(modules: Sequence[nn.Module]) -> None:
-    """Warn about modules in eval mode in the first pass of a model, and later if the model itself is in eval mode."""
-    for model in modules:
-        if not model.training or model not in _checked:
-            check_modes([model])
-            _checked.add(model)
+_mode_checked: WeakSet[nn.Module] = WeakSet()  # models of earlier passes
 
 
 def _check_denominator(denominator: Any) -> None:
@@ -205,11 +208,11 @@ def _check_values(chain: Chain, g: Gradients, counts: Tensor | None, batch: Any)
         raise TransformError(f"{reads} must get the batch; found none. Pass batch= to sw.backward.")
 
 
-def _needs_two_passes(wanted: WantedParameters, chain: Chain) -> bool:
+def _needs_two_passes(parameters: WantedParameters, chain: Chain) -> bool:
     """True if gradients must come from an ordinary backward pass, in which torch sums them over the ranks."""
-    _refuse_flat_parameters(wanted.modules)
-    refuse_static_graph(wanted.named.values())
-    two_passes = wanted.sharded or is_replica(wanted.named.values())
+    _refuse_flat_parameters(parameters.modules)
+    refuse_static_graph(parameters.named.values())
+    two_passes = parameters.sharded or is_replica(parameters.named.values())
     if two_passes and chain.samples.by_parameter:
         raise TransformError(
             "transforms must give one coefficient per sample for a DistributedDataParallel or a sharded model, whose "
@@ -242,7 +245,7 @@ def _refuse_counts(values: Tensor, counts: Tensor) -> None:
         raise LossesError(f"counts must be finite, and zero or positive; found {invalid[0].item():g}.")
 
 
-def _checked_losses(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor:
+def _losses_of(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor:
     """Losses (B,) for transforms and results; NaN if they are not known."""
     _check_rows("losses", losses, len(g))
     if losses is not None:
@@ -256,13 +259,113 @@ def _checked_losses(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor
     return torch.full_like(g._graph.losses, torch.nan, requires_grad=False)
 
 
-def _directions(chain: Chain, named: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
-    """Direction of each reference. A function that computes one may run backward passes of its own."""
-    if not chain.references:
-        return {}
-    with without_grads(named.values()):
-        return chain.directions(named)
+# --- passes of frameworks: `through=` ---------------------------------------------------------------------------------
 
 
-def _first(outputs: Outputs) -> Tensor:
-    return outputs if isinstance(outputs, Tensor) else next(z for z in outputs if z.requires_grad)
+class HasBackward(Protocol):
+    """Object that runs backward passes, such as an Accelerator or a Fabric: its method `backward` gets the loss."""
+
+    @property
+    def backward(self) -> Callable[..., object]: ...
+
+
+Through = HasBackward | torch.amp.GradScaler | Callable[..., object]
+
+
+class FrameworkPass:
+    """Backward pass of a framework, or of torch if `through` is None.
+
+    factor: by which the framework multiplies the loss.
+    skips_overflow: it has a gradient scaler, which skips updates with non-finite gradients.
+    """
+
+    def __init__(self, through: Through | None, loss: Tensor, retain_graph: bool = False):
+        self.factor: Tensor | float = 1.0
+        # A gradient scaler, or an Accelerator or a Fabric that has one; also a method of these.
+        owner = getattr(through, "__self__", through)
+        if isinstance(owner, torch.amp.GradScaler):
+            self.skips_overflow = owner.is_enabled()
+        else:
+            owners = (owner, getattr(owner, "_precision", None))
+            self.skips_overflow = any(getattr(owner, "scaler", None) is not None for owner in owners)
+        self._through = through
+        self._backward = pass_of(through)
+        self._ran = False
+        if not callable(self._backward):
+            raise TypeError(
+                "through must be an Accelerator, a Fabric, a GradScaler, or a function that runs a backward pass; "
+                f"found {type(through).__name__}."
+            )
+        self._options = {"retain_graph": True} if retain_graph else {}
+        if retain_graph and not _accepts_retain_graph(self._backward):
+            raise TypeError(
+                "through must accept retain_graph, as loss.backward does, if the graph is retained; found a function "
+                "without this argument. Add it, or leave out retain_graph=True."
+            )
+        if through is None:
+            return
+        unit = torch.ones((), dtype=wide_dtype(loss.dtype), device=loss.device, requires_grad=True)
+        self._backward(unit * 1)
+        if unit.grad is None:
+            raise TypeError(
+                "through must run the backward pass of the loss that it gets; found that it computed no gradient. "
+                "Pass a function that calls loss.backward()."
+            )
+        self.factor = unit.grad
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as the framework differentiates it, so that half-precision gradients do not underflow."""
+        return loss * self.factor if isinstance(self.factor, Tensor) else loss
+
+    def run(self, total: Tensor, g: Gradients | None = None) -> None:
+        """Run the pass of `total`, once. With `g`, the gradients of its parts, also compute their norms, if possible in
+        the same pass.
+        """
+        if self._ran:
+            return
+        if g is not None and not g._sharded and _accepts_retain_graph(self._backward):
+            norms_during(g, partial(self._pass, total, retain_graph=True))
+        else:
+            if g is not None:
+                g.norms()
+            self._pass(total, **self._options)
+
+    def _pass(self, total: Tensor, **options: bool) -> None:
+        self._ran = True
+        with self.allow_passes():  # fabric.backward ends with a reset of its flag
+            self._backward(total, **options)
+
+    def allow_passes(self) -> AbstractContextManager[None]:
+        """Context manager for backward passes other than those of the framework."""
+        return nullcontext() if self._through is None else _allow_in_fabric()
+
+
+def pass_of(through: Any) -> Any:
+    """Function that runs the backward pass of a loss."""
+    if through is None:
+        return Tensor.backward
+    if isinstance(through, torch.amp.GradScaler):
+        return lambda loss, **options: through.scale(loss).backward(**options)
+    return getattr(through, "backward", through)
+
+
+def _accepts_retain_graph(function: Callable[..., object]) -> bool:
+    parameters = signature(function).parameters.values()
+    return any(p.name == "retain_graph" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+@contextmanager
+def _allow_in_fabric() -> Iterator[None]:
+    """Context manager: backward passes in the block count as passes of fabric.backward. With mixed precision, Fabric
+    refuses all others, by hooks on the outputs of the model.
+    """
+    flag = "_in_fabric_backward"
+    names = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+    before = {name: vars(sys.modules[name])[flag] for name in names if hasattr(sys.modules.get(name), flag)}
+    for name in before:
+        setattr(sys.modules[name], flag, True)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(sys.modules[name], flag, value)
