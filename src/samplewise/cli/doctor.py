@@ -38,8 +38,8 @@ def doctor(
     if recipe is not None and zoo:
         raise typer.BadParameter("give one of RECIPE and --zoo; found both.", param_hint="RECIPE")
     if dtype is not None and not zoo:
-        found = "neither --zoo nor a recipe" if recipe is None else "a recipe, which has its own dtype"
-        raise typer.BadParameter(f"can only be used with --zoo; found {found}.", param_hint="--dtype")
+        other = "neither --zoo nor a recipe" if recipe is None else "a recipe, which has its own dtype"
+        raise typer.BadParameter(f"can only be used with --zoo; found {other}.", param_hint="--dtype")
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}; found {dtype!r}.", param_hint="--dtype")
     source = None if recipe is None else read_source(recipe)

@@ -5,17 +5,44 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, complete_run
-from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe_source import read_source, shortened
 
 EPOCHS = 1
+
+
+@dataclass(frozen=True)
+class PrivateOptions:
+    """Values of --epsilon, --delta, --batch and --clip of a private training run, and its duration."""
+
+    epsilon: float
+    delta: float | None
+    batch: int | None
+    clip: float | None
+    epochs: int
+    updates: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("delta", "batch", "clip"):
+            if getattr(self, name) is None:
+                raise typer.BadParameter(
+                    f"--epsilon needs --delta, --batch and --clip; found no --{name}.", param_hint="--epsilon"
+                )
+        assert self.delta is not None and self.clip is not None
+        for name, value, limit in (
+            ("epsilon", self.epsilon, math.inf),
+            ("delta", self.delta, 1.0),
+            ("clip", self.clip, math.inf),
+        ):
+            if not 0 < value < limit:
+                bounds = "a finite number above 0" if limit == math.inf else f"a number between 0 and {limit:g}"
+                raise typer.BadParameter(f"must be {bounds}; found {value}.", param_hint=f"--{name}")
 
 
 def train(
@@ -116,19 +143,16 @@ def train(
 
 def _launch(processes: int) -> NoReturn:
     """Replace this process with torchrun, which starts this command `processes` times without --processes."""
-    # Without the -- torchrun would take --run for an abbreviation of one of its own options.
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
-    os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *_without_processes(sys.argv[1:])])
-
-
-def _without_processes(arguments: Sequence[str]) -> Iterator[str]:
-    """Command line arguments without --processes N and --processes=N."""
-    remaining = iter(arguments)
+    arguments = []
+    remaining = iter(sys.argv[1:])
     for argument in remaining:
         if argument == "--processes":
             next(remaining, None)  # its value
         elif not argument.startswith("--processes="):
-            yield argument
+            arguments.append(argument)
+    # Without the -- torchrun would take --run for an abbreviation of one of its own options.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
+    os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *arguments])
 
 
 def _parse_microbatch(text: str | None) -> int | str | None:
