@@ -27,7 +27,7 @@ from samplewise.cli.privacy import privacy
 from samplewise.cli.recipe_source import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.stdio import OutputError, guarded_output
-from samplewise.cli.train import train
+from samplewise.cli.train import TrainCommand, train
 from samplewise.core.package import installed_version
 
 
@@ -44,13 +44,15 @@ class OneLineErrors(TyperGroup):
         **extra: Any,
     ) -> Any:
         settings = {"windows_expand_args": windows_expand_args, **extra}
+        first = (sys.argv[1:] if args is None else args)[:1]
+        command = " ".join(["samplewise", *(word for word in first if word in self.commands)])
         with guarded_output():
             code = self._exit_code(
-                lambda: super(OneLineErrors, self).main(args, prog_name, complete_var, False, **settings)
+                lambda: super(OneLineErrors, self).main(args, prog_name, complete_var, False, **settings), command
             )
         sys.exit(code)
 
-    def _exit_code(self, run: Callable[[], Any]) -> int:
+    def _exit_code(self, run: Callable[[], Any], command: str) -> int:
         """Run the command, print its error if there is one, and return the exit code."""
         try:
             code = run()
@@ -63,7 +65,7 @@ class OneLineErrors(TyperGroup):
         except typer.TyperException as error:
             message = " ".join(error.format_message().split())
             end = "" if message.endswith((".", "?")) else "."
-            hint = "" if isinstance(error, typer.BadParameter) else " See samplewise --help."
+            hint = "" if isinstance(error, typer.BadParameter) else f" See {command} --help."
             typer.echo(f"samplewise: {message}{end}{hint}", err=True)
             code = error.exit_code
         except ImportError as error:
@@ -116,7 +118,7 @@ def _about(
     """
 
 
-app.command()(train)
+app.command(cls=TrainCommand)(train)
 app.command()(doctor)
 app.command()(report)
 app.command()(attribute)

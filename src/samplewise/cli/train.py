@@ -6,15 +6,29 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from samplewise.cli.arguments import Device, RecipeFile, complete_run
 from samplewise.cli.recipe_source import read_source, shortened
 
 EPOCHS = 1
+LEDGERS = ("norms", "losses")  # values of --ledger; the first one may be left out
+
+
+class TrainCommand(TyperCommand):
+    """Command in which the value of --ledger may be left out. It must not take the recipe: train --ledger RECIPE."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        completed = [
+            f"{word}={LEDGERS[0]}" if word == "--ledger" and following not in LEDGERS else word
+            for word, following in zip_longest(args, args[1:])
+        ]
+        return super().parse_args(ctx, completed)
 
 
 @dataclass(frozen=True)
@@ -73,8 +87,13 @@ def train(
         int | None, typer.Option(min=1, metavar="N", help="With --epsilon: expected number of samples per update.")
     ] = None,
     ledger: Annotated[
-        bool, typer.Option("--ledger", help="Record loss and gradient norm of each sample at each visit: sw.Ledger().")
-    ] = False,
+        str | None,
+        typer.Option(
+            metavar="[losses]",
+            help="Record loss and gradient norm of each sample at each visit: sw.Ledger(); losses: without the norms, "
+            "for example for a model with BatchNorm.",
+        ),
+    ] = None,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -115,9 +134,11 @@ def train(
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
     step_options: dict[str, Any] = {"samples": samples, "microbatch": _parse_microbatch(microbatch), "compile": compile}
+    if ledger is not None and ledger not in LEDGERS:
+        raise typer.BadParameter(f"must be {' or '.join(LEDGERS)}; found {ledger!r}.", param_hint="--ledger")
     private = None
     if epsilon is not None:
-        if ledger:
+        if ledger is not None:
             raise typer.BadParameter(
                 "--ledger cannot be used with --epsilon: the guarantee does not cover losses and norms of single "
                 "samples. Leave it out.",

@@ -44,7 +44,7 @@ def train_recipe(
     run: Path,
     device: str,
     seed: int,
-    ledger: bool,
+    ledger: str | None,
     clip: float | None,
     private: PrivateOptions | None,
     step_options: dict[str, Any],
@@ -52,7 +52,7 @@ def train_recipe(
 ) -> None:
     """Train the model of a recipe and print a summary. source: the content of the file."""
     try:
-        recorder = Ledger() if ledger else None
+        recorder = None if ledger is None else Ledger(norms=ledger == "norms")
     except ImportError as why:
         raise typer.BadParameter(f"{why}.", param_hint="--ledger") from why
     target = launch.join(device_named(device))

@@ -23,7 +23,8 @@ from samplewise.backward import BackwardResult, backward, without_norms
 from samplewise.backward_through import HasBackward, pass_of
 from samplewise.core.batches import pick
 from samplewise.engine.arguments import Parameters
-from samplewise.errors import PrivacyError
+from samplewise.engine.ownership.independence import norms_only_recorded
+from samplewise.errors import PrivacyError, SamplesInteractError
 from samplewise.ledger.ledger import Ledger
 from samplewise.transforms.chain import Chain
 
@@ -106,17 +107,22 @@ class Adapter:
         denominator: what the loss divides the sum of the samples' losses by; read if `per_sample` is true
         """
         if self.per_sample:
-            results = backward(
-                values.loss,
-                model,
-                values.outputs,
-                self.chain,
-                through,
-                denominator=denominator,
-                losses=values.losses,
-                counts=values.counts,
-                batch=batch,
-            )
+            try:
+                results = backward(
+                    values.loss,
+                    model,
+                    values.outputs,
+                    self.chain,
+                    through,
+                    denominator=denominator,
+                    losses=values.losses,
+                    counts=values.counts,
+                    batch=batch,
+                )
+            except SamplesInteractError as error:
+                if self.chain.transforms:
+                    raise
+                raise norms_only_recorded(error) from None
         else:
             pass_of(through)(values.loss)
             results = without_norms(values.samples, values.loss.device, values.losses, values.counts)

@@ -32,6 +32,7 @@ from samplewise.engine.gradients import (
     with_larger_terms,
 )
 from samplewise.engine.graph.hook_registry import note_hooks
+from samplewise.engine.ownership.independence import ALLOW
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.parallel.strategy_base import ParallelStrategy
 from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
@@ -199,6 +200,8 @@ class LossEvaluator:
                 return self.gradients_of(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
                 return self.gradients_of(scaled)
+            if self.policy.meter is not None:  # interacting='allow' is refused in private training
+                raise SamplesInteractError(doubt.finding, [r for r in doubt.remedies if r != ALLOW]) from None
             raise
 
     def gradients_of(self, losses: Tensor, interacting: str = "refuse", checked: bool = False) -> Gradients:
