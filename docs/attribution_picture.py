@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from samplewise.cli.wrong_labels import digits
+from samplewise.cli.demo import digits
 
 
 def model():

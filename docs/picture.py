@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.cli.wrong_labels import BATCH, EPOCHS, digits, loss_fn
+from samplewise.cli.demo import BATCH, EPOCHS, digits, loss_fn
 
 TARGET = Path(__file__).with_name("picture.png")
 INK, FAINT, RIGHT, WRONG, PAPER = "#2b2b33", "#8a8a94", "#5b8db8", "#d9562b", "#fcfcfa"

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 from selenium import webdriver
 
-from samplewise.cli.demo import demo
+from samplewise.cli.demo import run_demo
 
 TARGET = Path(__file__).with_name("report.png")
 SIZE = (1180, 1090)
@@ -44,7 +44,7 @@ def screenshot(page: Path, size: tuple[int, int], script: str) -> bytes:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
-        demo()
+        run_demo()
         picture = Image.open(BytesIO(screenshot(Path("runs/demo/report.html").resolve(), SIZE, SHOW_SAMPLES)))
         os.chdir(TARGET.parent)
     picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(TARGET, optimize=True)

@@ -203,6 +203,59 @@ def test_advice_to_allow():
         torch.testing.assert_close(row, rows[name], rtol=1e-8, atol=1e-11)
 
 
+def test_advice_for_norms_that_are_only_recorded(tmp_path):
+    """A ledger without norms is named first. It trains unchanged."""
+    with pytest.raises(sw.SamplesInteractError) as caught:
+        said(net(), record=["norms"])
+    assert (
+        "whole batch. No transform uses per-sample gradients here: sw.Ledger(norms=False), on the command line "
+        "--ledger losses, records the losses and trains this model unchanged. To record norms, call sw.freeze_batchnorm"
+    ) in str(caught.value)
+    model, twin = net(), net()
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), with_ids)
+    ledger = sw.Ledger(tmp_path, norms=False, id=2)
+    ledger.listen(step)
+    for update in step.over([(x, y, torch.arange(8)) for x, y in batches()]):
+        ledger.add(update)
+    assert said(twin) == []
+    assert torch.equal(model[0].weight, twin[0].weight)
+    assert len(ledger.read()) == 16
+
+
+def with_ids(model, batch):
+    return squares(model, batch[:2])
+
+
+def test_advice_if_a_transform_uses_per_sample_gradients():
+    with pytest.raises(sw.SamplesInteractError) as caught:
+        said(net(), transforms=CLIP, record=["norms"])
+    assert "Ledger" not in str(caught.value) and ADVICE in str(caught.value)
+
+
+@pytest.mark.parametrize("record", [["norms"], ()])
+def test_a_broadcast_is_not_hidden_in_a_ledger_without_norms(record):
+    def broadcast(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean(1)
+
+    model = nn.Linear(6, 1).double()
+    with pytest.raises((sw.SamplesInteractError, sw.LossesError)) as caught:
+        said(model, broadcast, record=record)
+    assert "Ledger" not in str(caught.value)
+
+
+def test_advice_in_private_training():
+    """interacting='allow' is refused there, and is not offered."""
+    data = torch.utils.data.TensorDataset(*batches()[0])
+    privacy = sw.Privacy(noise_multiplier=1.0, delta=1e-3, updates=2, sample_rate=0.9, clip=1.0)
+    model = net()
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), squares, privacy=privacy)
+    with pytest.raises(sw.SamplesInteractError) as caught:
+        step.run(privacy.loader(data))
+    assert str(caught.value).endswith(
+        "Call sw.freeze_batchnorm(model), which keeps BatchNorm in eval mode after model.train(), or use GroupNorm."
+    )
+
+
 def test_advice_for_layers_without_running_statistics():
     """In eval mode they use batch statistics, too."""
     model = net(track_running_stats=False).eval()

@@ -25,6 +25,10 @@
 Every message says what must hold, what was found, and what to do.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class SamplewiseError(Exception):
     """Base of all errors raised by samplewise."""
@@ -47,7 +51,16 @@ class GraphError(SamplewiseError, RuntimeError):
 
 
 class SamplesInteractError(SamplewiseError, RuntimeError):
-    """A sample's loss depends on other samples, so "the gradient of one sample" is ambiguous."""
+    """A sample's loss depends on other samples, so "the gradient of one sample" is ambiguous.
+
+    finding, remedies: parts of the message, so that a caller can replace remedies that do not apply to it
+    """
+
+    def __init__(self, finding: str, remedies: Sequence[str] = ()):
+        self.finding = finding
+        self.remedies = tuple(remedies)
+        choice = ", ".join([*remedies[:-1], f"or {remedies[-1]}"]) if len(remedies) > 1 else "".join(remedies)
+        super().__init__(f"{finding} {choice[0].upper()}{choice[1:]}." if choice else finding)
 
 
 class NonFiniteGradientError(SamplewiseError, RuntimeError):

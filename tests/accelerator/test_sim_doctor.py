@@ -29,7 +29,7 @@ def command(*arguments):
 def test_doctor(tmp_path, monkeypatch):
     monkeypatch.setattr("samplewise.diagnostics.profile.MAX_ROUNDS", 1)
     (tmp_path / "recipe.py").write_text(RECIPE)
-    result = command("doctor", tmp_path / "recipe.py", "--device", "sim")
+    result = command("doctor", tmp_path / "recipe.py", "--device", "sim", "--verbose")
     assert result.exit_code == 0, result.output
     assert "No problems found: the recipe is ready for training." in result.output
     assert "not compiled: the batch is on sim:0; updates are compiled for the CPU only" in result.output

@@ -6,6 +6,8 @@ import pytest
 from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
+from samplewise.check import Check, ParameterCheck
+from samplewise.cli import recipe_check
 from samplewise.core import progress
 from samplewise.diagnostics import profile
 from samplewise.step.compiled import CannotCompile, program_cache
@@ -37,14 +39,16 @@ def _quick(monkeypatch):
     monkeypatch.setattr(program_cache, "trace_backward", _busy)
 
 
+READY = "No problems found: the recipe is ready for training."
+
+
 def test_a_healthy_recipe(recipe):
-    result = command("doctor", recipe(HEALTHY))
+    result = command("doctor", recipe(HEALTHY), "--verbose")
     output = result.stdout
     assert result.exit_code == 0
     assert result.stderr == ""
-    assert output.startswith("engine vs. one backward pass per sample, float64, 16 samples: ok\n")
+    assert output.startswith(f"{READY}\n\nengine vs. one backward pass per sample, float64, 16 samples: ok\n")
     assert "Gradient plan\n16 samples, strategy " in output
-    assert "First update\nno warnings\n" in output
     assert "Time and memory per update\n16 samples of a batch of 20; MB: tensors saved for backward by" in output
     assert "at a time     ms, plain  MB, plain  ms, with sw.clip(1.0)  MB, with sw.clip(1.0)\n" in output
     assert "\nTime per update with compile=True\nupdate of one sample: " in output
@@ -54,7 +58,19 @@ def test_a_healthy_recipe(recipe):
     assert "- An update that clips each sample takes " in output
     assert re.search(r"^- Microbatches of 8 take \S+ times as long as all samples at once and 50% of the", output, re.M)
     assert re.search(r"^- Each sample adds about \S+ MB, which makes \S+ MB for the batch of 20\.$", output, re.M)
-    assert output.endswith("- No problems found: the recipe is ready for training.\n")
+
+
+def test_the_verdict_comes_first_and_tables_need_verbose(recipe):
+    verdict, empty, title, *advice = command("doctor", recipe(HEALTHY)).stdout.splitlines()
+    assert (verdict, empty, title) == (READY, "", "Advice")
+    assert all(line.startswith("- ") for line in advice)
+    assert "- compile=True would change nothing: updates of this recipe cannot be compiled." in advice
+
+
+def test_verbose_needs_a_recipe():
+    result = command("doctor", "--verbose")
+    assert result.stderr == "samplewise: Invalid value for --verbose: must be used with a recipe; found none.\n"
+    assert result.exit_code == 2
 
 
 ALL = """
@@ -71,7 +87,9 @@ def {name}:
 
 
 def test_transforms_of_the_recipe(recipe):
-    result = command("doctor", recipe(HEALTHY + ALL.format(name="callbacks()", returned="[sw.NoiseScale()]")))
+    result = command(
+        "doctor", recipe(HEALTHY + ALL.format(name="callbacks()", returned="[sw.NoiseScale()]")), "--verbose"
+    )
     assert result.exit_code == 0
     assert "at a time     ms, plain  MB, plain  ms, with transforms()  MB, with transforms()\n" in result.stdout
     assert re.search(r"^- An update with transforms\(\) takes \S+ times as long as a plain one\.$", result.stdout, re.M)
@@ -79,7 +97,7 @@ def test_transforms_of_the_recipe(recipe):
 
 def test_table_of_times(recipe):
     """Stages of norms and a weighted sum, after the forward pass."""
-    output = command("doctor", recipe(HEALTHY)).stdout
+    output = command("doctor", recipe(HEALTHY), "--verbose").stdout
     table = output.split("\n\nWhere the time goes\n")[1].split("\n\n")[0]
     assert re.match(
         r"time of norms and a weighted sum; a plain backward pass takes \d+\.\d+ ms\nstage +ms +share ", table
@@ -112,7 +130,7 @@ class Layer(nn.Linear):
 
 def test_slow_paths_are_named_once(recipe):
     text = HEALTHY.replace("nn.Linear(6, 8)", "Layer(6, 8, bias=False)") + PRODUCT
-    result = command("doctor", recipe(text))
+    result = command("doctor", recipe(text), "--verbose")
     assert re.search(
         r"^rules and norms: Function 'Product' .* no rule, one call of its backward per s", result.stdout, re.M
     )
@@ -121,7 +139,7 @@ def test_slow_paths_are_named_once(recipe):
     )
     assert result.stdout.count(warning) == 1
     assert result.stdout.count("in a slow way") == 1
-    assert "- Fix the errors and warnings listed above (1) before you train.\n" in result.stdout
+    assert result.stdout.startswith("Not ready for training: 1 problem.\n- warned: per-sample gradients of this model")
     assert result.exit_code == 1
 
 
@@ -143,7 +161,7 @@ def test_metrics_are_computed(recipe):
 
 def test_memory_of_every_microbatch(recipe):
     """Per sample: 6 inputs, 8 results of tanh, 3 log-probabilities, and an integer target."""
-    output = command("doctor", recipe(HEALTHY)).stdout
+    output = command("doctor", recipe(HEALTHY), "--verbose").stdout
     each = 4 * (6 + 8 + 3) + 8
     for name, samples in {"all at once": 16, "microbatch 8": 8, "microbatch 4": 4}.items():
         plain, clipped = re.search(rf"^{name} +\S+ +(\S+) +\S+ +(\S+)$", output, re.M).groups()
@@ -159,39 +177,62 @@ def loss(model, batch):
     slope = torch.func.vmap(torch.func.grad(lambda x: model(x).square().sum()))(batch[0])
     return slope.square().sum(1)
 """
-    result = command("doctor", recipe(HEALTHY + loss))
+    result = command("doctor", recipe(HEALTHY + loss), "--verbose")
     assert re.search(r"^all at once +[\d.]+ +\? +[\d.]+ +\?$", result.stdout, re.M)
     assert re.search(r"^- Microbatches of 8 take \S+ times as long as all samples at once[:.]", result.stdout, re.M)
     assert "Each sample adds" not in result.stdout
 
 
-def test_batch_norm_in_training_mode(recipe):
+def test_batch_norm_in_training_mode(recipe, monkeypatch):
+    """A refused recipe is not compiled and timed."""
+    monkeypatch.setattr(profile, "update_costs", None)
+    monkeypatch.setattr(profile, "measure_compile_gain", None)
     result = command("doctor", recipe(WITH_BATCH_NORM))
-    output = result.stdout
+    verdict, problem, *rest = result.stdout.splitlines()
     assert result.exit_code == 1
-    assert output.startswith(
-        "engine vs. one backward pass per sample, float64, 16 samples: NOT OK\nrefused: the loss of a sample must "
+    assert verdict == "Not ready for training: 1 problem."
+    assert problem.startswith(
+        "- refused: the loss of a sample must not depend on other samples; found BatchNorm in tra"
     )
-    assert "Gradient plan\nrefused, as above\n" in output
-    assert "refused, with sw.clip(1.0), as above\n" in output
-    assert "update of one sample: not possible: ValueError: Expected more than 1 value per channel when train" in output
-    assert "- BatchNorm in training mode mixes samples (module 1), so per-sample gradients are not defined." in output
-    assert "No problems found" not in output
+    assert rest == [
+        "",
+        "Advice",
+        "- BatchNorm in training mode mixes samples (module 1), so per-sample gradients are not defined. Plain "
+        "training works unchanged, also with --ledger losses. For --clip, --ledger with norms and transforms(), return "
+        "sw.freeze_batchnorm(model) from model(), or use GroupNorm.",
+        "- Fix the problems first: time and memory were not measured.",
+    ]
+    details = command("doctor", recipe(WITH_BATCH_NORM), "--verbose").stdout
+    assert "\nengine vs. one backward pass per sample, float64, 16 samples: NOT OK\nrefused: the loss of a" in details
 
 
 def test_warnings_are_shown_and_counted(recipe):
     result = command("doctor", recipe(HEALTHY.replace("nn.Linear(8, 3))", "nn.Linear(8, 3)).eval()")))
     assert result.exit_code == 1
-    assert "warned, plain: modules are in eval mode while training: the model." in result.stdout
-    assert "warned, with sw.clip(1.0), as above\n" in result.stdout
-    assert "- Fix the errors and warnings listed above (1) before you train.\n" in result.stdout
+    assert result.stdout.startswith(
+        "Not ready for training: 1 problem.\n- warned, plain: modules are in eval mode while training: the model."
+    )
+    assert result.stdout.count("modules are in eval mode") == 1
+    assert "- An update that clips each sample takes " in result.stdout
 
 
 def test_losses_that_are_no_losses(recipe):
     result = command("doctor", recipe(HEALTHY + "\n\ndef loss(model, batch):\n    return model(batch[0]).sum()\n"))
     assert result.exit_code == 1
-    assert result.stdout.startswith("refused: ")
-    assert re.search(r"^all at once +refused +refused$", result.stdout, re.M)
+    assert re.match(r"Not ready for training: \d problems?\.\n- refused: ", result.stdout)
+    assert result.stdout.endswith("\nAdvice\n- Fix the problems first: time and memory were not measured.\n")
+
+
+def test_wrong_gradients(recipe, monkeypatch):
+    line = ParameterCheck("0.weight", (8, 6), 1.0, {"rows": 0.5})
+    monkeypatch.setattr(recipe_check, "check", lambda *_: Check(16, [line]))
+    result = command("doctor", recipe(HEALTHY))
+    assert result.stdout.startswith(
+        "Not ready for training: 1 problem.\n- wrong: do not rely on per-sample gradients of this model. engine vs. "
+    )
+    assert "0.weight" in result.stdout and "WRONG" in result.stdout
+    assert "time and memory were not measured" in result.stdout
+    assert result.exit_code == 1
 
 
 def test_an_empty_loader(recipe):
@@ -210,7 +251,7 @@ def test_notice_for_a_slow_operation(recipe, monkeypatch):
 
 @pytest.mark.slow
 def test_as_a_process(recipe):
-    result = process("doctor", recipe(HEALTHY))
+    result = process("doctor", recipe(HEALTHY), "--verbose")
     assert result.returncode == 0
     for name in ("one sample", "16 samples"):
         assert re.search(rf"^update of {name}: [\d.]+ µs eager, [\d.]+ µs compiled$", result.stdout, re.M)
@@ -226,7 +267,7 @@ def test_notice_while_compiling(recipe, monkeypatch):
 
 
 def test_a_batch_that_cannot_be_sliced_has_no_updates_of_one_sample(recipe):
-    result = command("doctor", recipe(HEALTHY.split("def data")[0] + GRAPHS))
+    result = command("doctor", recipe(HEALTHY.split("def data")[0] + GRAPHS), "--verbose")
     assert "a batch that cannot be sliced; MB" in result.stdout
     assert "one sample:" not in result.stdout
     assert "update of the batch: " in result.stdout
@@ -269,10 +310,9 @@ def test_a_model_of_transformers_computes_its_loss_itself(kind, recipe):
     config, model, options, labels = MODELS[kind]
     dropout = "hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, " if config == "BertConfig" else ""
     text = TRANSFORMERS.format(config=config, model=model, options=dropout + options, labels=labels)
-    result = command("doctor", recipe(text))
-    assert result.stdout.startswith("engine vs. one backward pass per sample, float64, 6 samples: ok\n"), result.stdout
+    result = command("doctor", recipe(text), "--verbose")
+    assert f"{READY}\n\nengine vs. one backward pass per sample, float64, 6 samples: ok\n" in result.stdout
     assert "3 samples recomputed alone have the same losses as in the batch" in result.stdout
-    assert "No problems found: the recipe is ready for training." in result.stdout
     assert result.exit_code == 0
 
 

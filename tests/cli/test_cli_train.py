@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import HEALTHY, command, one_line, process
+from recipes import HEALTHY, WITH_BATCH_NORM, command, one_line, process
 from torch import nn
 
 import samplewise as sw
@@ -158,7 +158,9 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(recipe):
         (["--clip", "0"], "Invalid value for --clip: must be a positive number; found 0.0."),
         (["--clip", "nan"], "must be a positive number; found nan."),
         (["--device", "toaster"], "Invalid value for --device: must be a device that torch can use; found 'toaster'"),
-        (["--xyzzy"], "No such option: --xyzzy. See samplewise --help."),
+        (["--xyzzy"], "No such option: --xyzzy. See samplewise train --help."),
+        (["--epochs"], "Option '--epochs' requires an argument. See samplewise train --help."),
+        (["--ledger=loss"], "Invalid value for --ledger: must be norms or losses; found 'loss'."),
     ],
 )
 def test_bad_arguments_get_one_line(recipe, arguments, output):
@@ -315,6 +317,22 @@ def test_ledger_of_a_plain_loader(recipe, form):
     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
     assert first == pytest.approx({i: losses[i].item() for i in first}, rel=1e-5)
     assert [path.name for path in Path("with").rglob("previews.json")] == ["previews.json"]
+
+
+def test_ledger_of_losses_with_batch_norm(recipe):
+    """--ledger is refused and names --ledger losses, which trains as without a ledger. The recipe may come last."""
+    name = recipe(WITH_BATCH_NORM)
+    result = command("train", "--run", "norms", "--ledger", name)
+    assert "sw.Ledger(norms=False), on the command line --ledger losses, records the losses and trains" in result.stderr
+    assert result.exit_code == 1
+    result = command("train", "--run", "losses", "--ledger", "losses", name)
+    assert result.exit_code == 0, result.stderr
+    command("train", name, "--run", "without")
+    assert weights("losses") == weights("without")
+    visits = sw.read_ledger("losses")
+    assert sorted(visits["id"].to_pylist()) == list(range(60))
+    assert all(torch.tensor(visits["loss"].to_pylist()).isfinite())
+    assert all(torch.tensor(visits["norm"].to_pylist()).isnan())
 
 
 WEIGHTED = """

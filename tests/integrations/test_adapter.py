@@ -77,6 +77,16 @@ def test_without_transforms_and_norms_the_pass_is_that_of_the_framework(tmp_path
     assert all(norm != norm for norm in adapter.ledger.read()["norm"].to_pylist())
 
 
+@pytest.mark.parametrize("transforms", [[], [sw.clip(1.0)]], ids=["recorded", "used"])
+def test_a_ledger_without_norms_is_named_if_norms_are_only_recorded(transforms, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    outputs = model(X)
+    values = BatchLoss(F.cross_entropy(outputs, Y), [outputs], 6)
+    with pytest.raises(sw.SamplesInteractError, match="found BatchNorm in training mode: module '1'") as caught:
+        Adapter(as_chain(transforms), sw.Ledger(tmp_path)).backward(values, model, None, 6, BATCH)
+    assert ("sw.Ledger(norms=False)" in str(caught.value)) == (not transforms)
+
+
 def test_rows_are_recorded_once_per_update(tmp_path):
     adapter = Adapter(as_chain([sw.clip(0.4)]), sw.Ledger(tmp_path, columns=["z"]))
     with adapter.training():

@@ -17,7 +17,7 @@ from samplewise.report.attribution import (
     interpretation,
     read_trust,
 )
-from samplewise.report.page import write
+from samplewise.report.html import write
 from samplewise.report.previews import Previews
 
 EVIL = """</style><script>window.hacked=1</script><img src=x onerror="window.hacked=2">"""

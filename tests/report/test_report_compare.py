@@ -8,9 +8,8 @@ from pages import ABOUT, WHOLE, Page, picture, train, validation, visits, write_
 
 from samplewise.report import compare
 from samplewise.report.compare import write_comparison
-from samplewise.report.page import write_report
+from samplewise.report.page import watch, write_report
 from samplewise.report.run_log import read_run
-from samplewise.report.watch import watch
 
 
 def about(name, **settings):

@@ -17,9 +17,9 @@ from PIL import Image
 from samplewise.ledger import aggregate, files
 from samplewise.ledger.aggregate import suspicion
 from samplewise.report import previews, samples, scatter
-from samplewise.report.ledger_stats import NormQuantiles
 from samplewise.report.page import write_report
 from samplewise.report.run_log import read_run
+from samplewise.report.samples import NormQuantiles
 
 N = 40
 NO_LINES = []  # empty log

@@ -7,7 +7,7 @@ import pytest
 from pages import ABOUT, WHOLE, train
 
 from samplewise.report import training
-from samplewise.report.layers import select_layers
+from samplewise.report.gradients import select_layers
 from samplewise.report.run_log import Curve
 
 # --------------------------------------------------------------------------------------- noise scale

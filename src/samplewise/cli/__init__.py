@@ -2,7 +2,7 @@
 
 main          the typer application; prints one line for a bad argument
 train         samplewise train RECIPE
-training      the training of `samplewise train`, after the arguments are checked
+training      the training of `samplewise train`, after the arguments are checked; ids for its ledger
 doctor        samplewise doctor [RECIPE]
 recipe_check  the checks of `samplewise doctor RECIPE`
 environment   versions and machine, printed by `samplewise doctor`
@@ -11,9 +11,7 @@ report        samplewise report RUN
 attribute     samplewise attribute RECIPE
 privacy       samplewise privacy
 demo          samplewise demo
-wrong_labels  the training of `samplewise demo`
 arguments     arguments shared by several commands, and the completion of their paths by shells
-ids           ids in the batches of a recipe, for samplewise train --ledger
 recipe_source content of the user's file, the names that it defines, and the errors of recipes
 recipe        loading of the user's file; errors in it are shown with the user's lines only
 stdio         write errors on standard output and standard error, notices of slow operations

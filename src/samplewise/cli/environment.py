@@ -27,7 +27,7 @@ REQUIREMENT = re.compile(r"""([\w.-]+)[^;]*;.*\bextra == ["'](\w+)["']""")
 
 def environment() -> str:
     """Return versions, machine, devices and optional packages, one per line. Paths and user names are left out."""
-    rows = [*_system(), *_packages(), *_variables()]
+    rows = [*_system(), *_packages(), *((name, os.environ[name]) for name in VARIABLES if name in os.environ)]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
 
@@ -45,9 +45,9 @@ def _system() -> Iterator[tuple[str, str]]:
 def _processor() -> str:
     """Return the model of the processor. On Linux, platform.processor() is often empty."""
     with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1]
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if match:
+            return match[1]
     return platform.processor() or platform.machine()
 
 
@@ -63,20 +63,15 @@ def _packages() -> Iterator[tuple[str, str]]:
     """Optional packages with their versions, by extra."""
     for extra, packages in _extras().items():
         versions = {package: installed_version(package) for package in packages}
-        shown = [f"{name} {'missing' if version == UNKNOWN else version}" for name, version in versions.items()]
-        yield f"[{extra}]", ", ".join(shown)
+        yield f"[{extra}]", ", ".join(f"{name} {'missing' if v == UNKNOWN else v}" for name, v in versions.items())
 
 
 def _extras() -> dict[str, list[str]]:
     """Extra -> packages, from the metadata of the installed samplewise."""
-    found: dict[str, list[str]] = {}
+    extras: dict[str, list[str]] = {}
     with suppress(PackageNotFoundError):
         for requirement in filter(None, map(REQUIREMENT.match, requires("samplewise") or [])):
             package, extra = requirement.groups()
             if extra not in OMITTED:
-                found.setdefault(extra, []).append(package)
-    return found
-
-
-def _variables() -> Iterator[tuple[str, str]]:
-    yield from ((name, os.environ[name]) for name in VARIABLES if name in os.environ)
+                extras.setdefault(extra, []).append(package)
+    return extras

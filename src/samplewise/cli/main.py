@@ -22,13 +22,12 @@ except ImportError:
     raise SystemExit("the command line needs typer: pip install 'samplewise[cli]'") from None
 
 from samplewise.cli.attribute import attribute
-from samplewise.cli.demo import demo
 from samplewise.cli.doctor import doctor
 from samplewise.cli.privacy import privacy
 from samplewise.cli.recipe_source import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.stdio import OutputError, guarded_output
-from samplewise.cli.train import train
+from samplewise.cli.train import TrainCommand, train
 from samplewise.core.package import installed_version
 
 
@@ -45,13 +44,15 @@ class OneLineErrors(TyperGroup):
         **extra: Any,
     ) -> Any:
         settings = {"windows_expand_args": windows_expand_args, **extra}
+        first = (sys.argv[1:] if args is None else args)[:1]
+        command = " ".join(["samplewise", *(word for word in first if word in self.commands)])
         with guarded_output():
             code = self._exit_code(
-                lambda: super(OneLineErrors, self).main(args, prog_name, complete_var, False, **settings)
+                lambda: super(OneLineErrors, self).main(args, prog_name, complete_var, False, **settings), command
             )
         sys.exit(code)
 
-    def _exit_code(self, run: Callable[[], Any]) -> int:
+    def _exit_code(self, run: Callable[[], Any], command: str) -> int:
         """Run the command, print its error if there is one, and return the exit code."""
         try:
             code = run()
@@ -64,7 +65,7 @@ class OneLineErrors(TyperGroup):
         except typer.TyperException as error:
             message = " ".join(error.format_message().split())
             end = "" if message.endswith((".", "?")) else "."
-            hint = "" if isinstance(error, typer.BadParameter) else " See samplewise --help."
+            hint = "" if isinstance(error, typer.BadParameter) else f" See {command} --help."
             typer.echo(f"samplewise: {message}{end}{hint}", err=True)
             code = error.exit_code
         except ImportError as error:
@@ -87,8 +88,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         versions = f"samplewise {installed_version()}, torch {_torch_version()}, Python {platform.python_version()}"
         typer.echo(versions)
         raise typer.Exit
@@ -117,12 +118,24 @@ def _about(
     """
 
 
-app.command()(train)
+app.command(cls=TrainCommand)(train)
 app.command()(doctor)
 app.command()(report)
 app.command()(attribute)
 app.command()(privacy)
-app.command()(demo)
+
+
+@app.command()
+def demo() -> None:
+    """Find wrong labels in a small dataset with a per-sample ledger.
+
+    Trains a small model on digits of which a tenth have a wrong label, and records every sample at every visit in a
+    ledger. Then shows the most suspicious samples, the gradient noise scale and the cost of per-sample norms, and
+    writes a report. Takes less than a minute; the data are part of scikit-learn. The run is kept under runs/.
+    """
+    from samplewise.cli.demo import run_demo
+
+    run_demo()
 
 
 def _format_warning(

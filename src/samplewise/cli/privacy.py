@@ -80,9 +80,9 @@ def privacy(
     and of samplewise train --epsilon.
     """
     if (epsilon is None) == (noise_multiplier is None):
-        found = "neither" if epsilon is None else "both"
+        count = "neither" if epsilon is None else "both"
         raise typer.BadParameter(
-            f"give one of --epsilon and --noise-multiplier; found {found}.", param_hint="--epsilon"
+            f"give one of --epsilon and --noise-multiplier; found {count}.", param_hint="--epsilon"
         )
     if noise_multiplier is not None and not 0 < noise_multiplier < math.inf:
         raise typer.BadParameter(
@@ -116,8 +116,8 @@ def privacy(
 
 def _number_of_updates(epochs: float | None, updates: int | None, dataset_size: int, batch: int) -> int:
     if (epochs is None) == (updates is None):
-        found = "neither" if epochs is None else "both"
-        raise typer.BadParameter(f"give one of --epochs and --updates; found {found}.", param_hint="--epochs")
+        count = "neither" if epochs is None else "both"
+        raise typer.BadParameter(f"give one of --epochs and --updates; found {count}.", param_hint="--epochs")
     if updates is not None:
         return updates
     assert epochs is not None

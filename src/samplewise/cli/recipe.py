@@ -57,8 +57,6 @@ NO_LOSS = (
     "The recipe defines no loss, so nn.CrossEntropyLoss() is used, which is for class labels. A recipe for regression "
     "must define loss, for example loss = nn.MSELoss()."
 )
-
-
 NO_EXIT = "A recipe must not end the process, as sys.exit does. Raise an exception, or call trainer.stop in a callback."
 
 
@@ -106,7 +104,11 @@ class Recipe:
         if self.defines("loss"):
             return self._module.loss
         self._model_has_loss = computes_its_loss(model)
-        return ModelLoss() if self._model_has_loss else _default_loss()
+        if self._model_has_loss:
+            return ModelLoss()
+        criterion = nn.CrossEntropyLoss()
+        criterion.register_forward_pre_hook(_check_probabilities)
+        return criterion
 
     def optimizer(self, model: nn.Module) -> Any:
         if not self.defines("optimizer"):
@@ -196,13 +198,13 @@ class Recipe:
         accepted = callable(value) and not is_module and accepts(value, len(arguments))
         if accepted and not (name == "loss" and isinstance(value, type)):
             return
-        found = f"{name}{inspect.signature(value)}" if inspect.isroutine(value) else _described(value)
-        wanted = f"{name}({', '.join(arguments)})"
+        description = f"{name}{inspect.signature(value)}" if inspect.isroutine(value) else _describe(value)
+        signature = f"{name}({', '.join(arguments)})"
         criterion = ", or a criterion such as nn.MSELoss()" if name == "loss" else ""
         rename = "" if name in REQUIRED else " Rename it if it is not part of the recipe."
         raise RecipeError(
-            f"{self._location(name)}: {name} must be a function {wanted}{criterion}; found {found}. Write "
-            f"def {wanted} instead.{rename}"
+            f"{self._location(name)}: {name} must be a function {signature}{criterion}; found {description}. "
+            f"Write def {signature} instead.{rename}"
         )
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -221,12 +223,12 @@ class Recipe:
         except (TypeError, SamplewiseError) as error:
             raise RecipeError(f"{self._location(name)}: {error}") from error
 
-    def _wrong_return(self, name: str, wanted: str, returned: object, remedy: str = "") -> RecipeError:
-        message = f"{self._location(name)}: {name}() must return {wanted}; found {_described(returned)}."
+    def _wrong_return(self, name: str, expected: str, returned: object, remedy: str = "") -> RecipeError:
+        message = f"{self._location(name)}: {name}() must return {expected}; found {_describe(returned)}."
         return RecipeError(f"{message} {remedy}".rstrip())
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -234,7 +236,7 @@ def _described(value: object) -> str:
     if isinstance(value, tuple) and len(value) != 2:
         return f"a tuple of {len(value)}"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_described, value))})"
+        return f"({', '.join(map(_describe, value))})"
     return type(value).__name__
 
 
@@ -252,14 +254,8 @@ def _is_data(value: object) -> bool:
     return isinstance(value, (Dataset, Tensor))
 
 
-def _default_loss() -> nn.CrossEntropyLoss:
-    """Cross entropy that refuses targets of a regression, which have the form of class probabilities."""
-    criterion = nn.CrossEntropyLoss()
-    criterion.register_forward_pre_hook(_check_probabilities)
-    return criterion
-
-
 def _check_probabilities(criterion: nn.Module, arguments: tuple[Tensor, Tensor]) -> None:
+    """Refuse targets of a regression in the default loss: they have the form of class probabilities."""
     target = arguments[1].detach()
     if target.is_floating_point() and bool((target < 0).any() | ((target.sum(1) - 1).abs() > 0.01).any()):
         raise LossesError(
@@ -313,7 +309,12 @@ def _describe_error(error: BaseException, path: Path) -> str:
         stack = traceback.extract_tb(error.__traceback__)
         frames = [(frame.filename, str(frame.lineno), frame.name, str(frame.line)) for frame in stack]
         message = "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")
-    lines = [f"{file}:{line}: in {name}\n    {code}" for file, line, name, code in frames if _is_user_file(file)]
+    lines = []
+    for file, line, name, code in frames:
+        directories = (PACKAGE_DIRECTORY, *LIBRARY_DIRECTORIES)
+        is_library = any(Path(file).resolve().is_relative_to(directory) for directory in directories)
+        if not (file.startswith("<") or is_library):
+            lines.append(f"{file}:{line}: in {name}\n    {code}")
     if not lines and not isinstance(error, SamplewiseError):  # messages of samplewise need no location
         lines = [f"{path}: an error was raised while the objects of the recipe were used:"]
     return "\n".join([*lines, message])
@@ -327,10 +328,3 @@ def _parse_worker_traceback(text: str) -> tuple[list[tuple[str, str, str, str]],
         return [], ""
     message = re.split(r"^  File .*\n(?:    .*\n)*", worker_traceback, flags=re.MULTILINE)[-1].strip()
     return frames, message
-
-
-def _is_user_file(filename: str) -> bool:
-    if filename.startswith("<"):
-        return False
-    file = Path(filename).resolve()
-    return not any(file.is_relative_to(directory) for directory in (PACKAGE_DIRECTORY, *LIBRARY_DIRECTORIES))

@@ -1,4 +1,8 @@
-"""Checks of `samplewise doctor RECIPE`: gradients, first update, costs; on one batch and on copies of the model."""
+"""Checks of `samplewise doctor RECIPE`: gradients, first update, costs; on one batch and on copies of the model.
+
+The verdict and the problems are printed first. Costs are measured after that, and only if nothing is refused or
+wrong, because compiling takes long. The tables are printed with --verbose.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +54,14 @@ class RecipeCheck:
     updates: Mapping[str, Any]  # name -> transforms
     metrics: Mapping[str, Any]
     validation: Iterable[Any] | None  # batches
-    issues: list[str] = field(default_factory=list)  # without duplicates
-    reported: int = 0  # number of issues, with duplicates
-    slow: set[str] = field(default_factory=set)  # causes of slow paths that are among the issues
+    problems: dict[str, str] = field(default_factory=dict)  # message -> "refused", "warned" or "wrong", and the update
+    slow: set[str] = field(default_factory=set)  # causes of slow paths that are among the problems
+    details: list[str] = field(default_factory=list)  # sections of the output with --verbose
+
+    @property
+    def usable(self) -> bool:
+        """False if something is refused or wrong."""
+        return all(kind.startswith("warned") for kind in self.problems.values())
 
     def fresh_copy(self) -> tuple[nn.Module, Any, Any]:
         """Copy of the model with a new optimizer, and a copy of the loss."""
@@ -64,28 +73,35 @@ class RecipeCheck:
         """Step of a fresh copy, for measurements."""
         return Step(*self.fresh_copy(), recheck=False, **options)
 
-    def report_issue(self, kind: str, message: str) -> None:
-        """Record and print an issue; a repeated one is shortened."""
-        self.reported += 1
-        if message in self.issues:
-            typer.echo(f"{kind}, as above")
-            return
-        self.issues.append(message)
-        typer.echo(f"{kind}: {message}")
 
-
-def check_recipe(path: Path, source: bytes, device: torch.device) -> bool:
-    """Check a recipe and print the findings; True if there are no issues. source: the content of the file."""
+def check_recipe(path: Path, source: bytes, device: torch.device, verbose: bool) -> bool:
+    """Check a recipe and print the findings; True if there are no problems. source: the content of the file."""
     recipe_check = _prepare(Recipe(path, source))
+    problems = recipe_check.problems
     with recipe_check.recipe.errors():
-        correct = _compare_gradients(recipe_check)
+        _compare_gradients(recipe_check)
         recipe_check.model.to(device)
         recipe_check.batch = to_device(recipe_check.batch, device)
-        _show_plan(recipe_check)
+        _plan(recipe_check, verbose)
         _first_update(recipe_check, device)
-        advice = [*_profile(recipe_check, device), *_profile_compiled(recipe_check)]
-    _print_advice(recipe_check, correct, advice)
-    return correct and not recipe_check.issues
+
+        if problems:
+            typer.echo(f"Not ready for training: {plural(len(problems), 'problem')}.")
+        else:
+            typer.echo("No problems found: the recipe is ready for training.")
+        for message, kind in problems.items():
+            typer.echo(f"- {kind}: {message}")
+        for section in recipe_check.details if verbose else ():
+            typer.echo(f"\n{section}")
+
+        if recipe_check.usable:
+            advice = [*_profile(recipe_check, device, verbose), *_profile_compiled(recipe_check, verbose)]
+        else:
+            advice = [*_batch_norm_advice(recipe_check), "Fix the problems first: time and memory were not measured."]
+    typer.echo("\nAdvice")
+    for line in advice:
+        typer.echo(f"- {line}")
+    return not problems
 
 
 def _prepare(recipe: Recipe) -> RecipeCheck:
@@ -121,124 +137,61 @@ def _updates(recipe: Recipe) -> dict[str, Any]:
     return {profile.PLAIN: (), profile.CLIPPED: (clip(1.0),)}
 
 
-# --- sections of the output -------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _compare_gradients(recipe_check: RecipeCheck) -> bool:
-    """Compare the engine with one backward pass per sample; True if the gradients agree.
+def _compare_gradients(recipe_check: RecipeCheck) -> None:
+    """Compare the engine with one backward pass per sample.
 
     Runs on the device on which the recipe puts the model, because some accelerators have no float64.
     """
-    correct = False
-    with _report_issues(recipe_check), slow_notice("comparing the engine with one backward pass per sample"):
-        with slow_paths_collected():  # reported below the table of times
+    with _problems_collected(recipe_check), slow_notice("comparing the engine with one backward pass per sample"):
+        with slow_paths_collected():  # those of the first update are reported
             result = check(recipe_check.model, recipe_check.loss, recipe_check.batch)
-        typer.echo(result)
-        correct = result.ok
+        recipe_check.details.append(str(result))
         if result.refusal is not None:
-            recipe_check.issues.append(str(result.refusal))
-    return correct
+            recipe_check.problems[str(result.refusal)] = "refused"
+        elif not result.ok:
+            recipe_check.problems[f"do not rely on per-sample gradients of this model. {result}"] = "wrong"
 
 
-def _show_plan(recipe_check: RecipeCheck) -> None:
-    """Print the plan and the times of its stages."""
-    typer.echo("\nGradient plan")
-    with _report_issues(recipe_check), slow_notice("planning"), random_state_restored():
+def _plan(recipe_check: RecipeCheck, verbose: bool) -> None:
+    """Plan the gradients of a batch. With `verbose`, also measure the stages of the plan."""
+    with _problems_collected(recipe_check), slow_notice("planning"), random_state_restored():
         model, _, loss = recipe_check.fresh_copy()
         losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
         g = gradients(losses, model)
-        typer.echo(plan_table(g))
-        times = time_profile(g, lambda: per_sample(as_loss_fn(loss)(model, recipe_check.batch)))
+        recipe_check.details.append(f"Gradient plan\n{plan_table(g)}")
+        times = time_profile(g, lambda: per_sample(as_loss_fn(loss)(model, recipe_check.batch))) if verbose else None
         if times is not None:
-            typer.echo(f"\nWhere the time goes\n{times.table}")
+            recipe_check.details.append(f"Where the time goes\n{times.table}")
 
 
 def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
-    typer.echo("\nFirst update")
-    before = recipe_check.reported
     for name, transforms in recipe_check.updates.items():
-        with _report_issues(recipe_check, name), slow_notice(f"one update, {name}"):
+        with _problems_collected(recipe_check, name), slow_notice(f"one update, {name}"):
             model, optimizer, loss = recipe_check.fresh_copy()
             step = Step(model, optimizer, loss, transforms=transforms)
             step(recipe_check.batch)
     _validate(recipe_check, device)
-    if recipe_check.reported == before:
-        typer.echo("no warnings")
 
 
 def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:
     """Compute the metrics of one validation batch: an error in them would end a training run after its first epoch."""
     if not recipe_check.metrics or recipe_check.validation is None:
         return
-    with _report_issues(recipe_check, "metrics"), slow_notice("validation"):
+    with _problems_collected(recipe_check, "metrics"), slow_notice("validation"):
         model, optimizer, loss = recipe_check.fresh_copy()
         step = Step(model, optimizer, loss)
         trainer = Trainer(step, metrics=recipe_check.metrics, device=device, progress=False)
         trainer.evaluate(list(islice(recipe_check.validation, 1)))
 
 
-def _profile(recipe_check: RecipeCheck, device: torch.device) -> list[str]:
-    """Measure updates with each transform and microbatch size; returns advice."""
-    typer.echo("\nTime and memory per update")
-    samples = recipe_check.samples
-    with slow_notice("measuring"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # already reported
-        costs = profile.update_costs(recipe_check.make_step, recipe_check.batch, samples, recipe_check.updates, device)
-    typer.echo(profile.table(costs, f"{_sample_count(recipe_check)}; MB: {profile.memory_description(device)}"))
-    return profile.cost_advice(costs, samples, recipe_check.batch_size, free_memory(recipe_check.model))
-
-
-def _sample_count(recipe_check: RecipeCheck) -> str:
-    if recipe_check.samples is None:
-        return "a batch that cannot be sliced"
-    if recipe_check.batch_size == recipe_check.samples:
-        return plural(recipe_check.samples, "sample")
-    return f"{plural(recipe_check.samples, 'sample')} of a batch of {recipe_check.batch_size}"
-
-
-def _profile_compiled(recipe_check: RecipeCheck) -> list[str]:
-    """Measure updates of one sample and of the batch, eager and compiled; returns advice."""
-    typer.echo("\nTime per update with compile=True")
-    with slow_notice("compiling and measuring"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reason is printed below
-        gains = profile.measure_compile_gain(recipe_check.make_step, recipe_check.batch, recipe_check.samples)
-    for gain in gains:
-        typer.echo(gain)
-    return profile.compile_advice(gains)
-
-
-# --- advice -----------------------------------------------------------------------------------------------------------
-
-
-def _print_advice(recipe_check: RecipeCheck, correct: bool, advice: list[str]) -> None:
-    typer.echo("\nAdvice")
-    lines = [*_gradient_advice(recipe_check, correct), *advice]
-    if recipe_check.issues:
-        lines.append(f"Fix the errors and warnings listed above ({len(recipe_check.issues)}) before you train.")
-    elif correct:
-        lines.append("No problems found: the recipe is ready for training.")
-    for line in lines:
-        typer.echo(f"- {line}")
-
-
-def _gradient_advice(recipe_check: RecipeCheck, correct: bool) -> list[str]:
-    norms = mixing_batch_norms([recipe_check.model])
-    if norms:
-        return [
-            f"BatchNorm in training mode mixes samples (module {listed(norms)}), so per-sample gradients are not "
-            "defined. Return sw.freeze_batchnorm(model) from model(), or use GroupNorm; plain training without --clip "
-            "works unchanged."
-        ]
-    return [] if correct else ["Do not rely on per-sample gradients of this model: the check above gives the reason."]
-
-
-# --- output -----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
-def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None]:
-    """Report warnings, samplewise errors and slow paths of the block as issues."""
+def _problems_collected(recipe_check: RecipeCheck, update: str = "") -> Iterator[None]:
+    """Add warnings, samplewise errors and slow paths of the block to the problems; a repeated one counts once."""
     suffix = f", {update}" if update else ""
+    problems = recipe_check.problems
     refusal = None
     with warnings.catch_warnings(record=True) as caught, slow_paths_collected() as slow_paths:
         warnings.simplefilter("always")
@@ -247,10 +200,51 @@ def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None
         except SamplewiseError as error:
             refusal = error
     for warning in caught:
-        recipe_check.report_issue(f"warned{suffix}", str(warning.message))
+        problems.setdefault(str(warning.message), f"warned{suffix}")
     for path in slow_paths:
         if path.cause not in recipe_check.slow:  # its cost depends on the number of samples
             recipe_check.slow.add(path.cause)
-            recipe_check.report_issue(f"warned{suffix}", path.warning)
+            problems.setdefault(path.warning, f"warned{suffix}")
     if refusal is not None:
-        recipe_check.report_issue(f"refused{suffix}", str(recipe_check.recipe.explained(refusal)))
+        problems.setdefault(str(recipe_check.recipe.explained(refusal)), f"refused{suffix}")
+
+
+# --- costs and advice -------------------------------------------------------------------------------------------------
+
+
+def _profile(recipe_check: RecipeCheck, device: torch.device, verbose: bool) -> list[str]:
+    """Measure updates with each transform and microbatch size; returns advice."""
+    samples = recipe_check.samples
+    with slow_notice("measuring"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # already reported
+        costs = profile.update_costs(recipe_check.make_step, recipe_check.batch, samples, recipe_check.updates, device)
+    if verbose:
+        count = "a batch that cannot be sliced" if samples is None else plural(samples, "sample")
+        if recipe_check.batch_size != samples:
+            count += f" of a batch of {recipe_check.batch_size}"
+        table = profile.table(costs, f"{count}; MB: {profile.memory_description(device)}")
+        typer.echo(f"\nTime and memory per update\n{table}")
+    return profile.cost_advice(costs, samples, recipe_check.batch_size, free_memory(recipe_check.model))
+
+
+def _profile_compiled(recipe_check: RecipeCheck, verbose: bool) -> list[str]:
+    """Measure updates of one sample and of the batch, eager and compiled; returns advice."""
+    with slow_notice("compiling and measuring"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason is printed below
+        gains = profile.measure_compile_gain(recipe_check.make_step, recipe_check.batch, recipe_check.samples)
+    if verbose:
+        typer.echo("\nTime per update with compile=True")
+        for gain in gains:
+            typer.echo(gain)
+    return profile.compile_advice(gains)
+
+
+def _batch_norm_advice(recipe_check: RecipeCheck) -> list[str]:
+    norms = mixing_batch_norms([recipe_check.model])
+    if not norms:
+        return []
+    return [
+        f"BatchNorm in training mode mixes samples (module {listed(norms)}), so per-sample gradients are not defined. "
+        "Plain training works unchanged, also with --ledger losses. For --clip, --ledger with norms and transforms(), "
+        "return sw.freeze_batchnorm(model) from model(), or use GroupNorm."
+    ]

@@ -70,19 +70,18 @@ class Definitions:
     lines: dict[str, int]  # name -> line of its last definition
     unused: list[str]  # public functions and variables that the recipe itself does not use
 
-    def near_misses(self, known: Collection[str]) -> dict[str, str]:
-        """Known name -> unused name that is similar to it."""
-        found = {_closest(name, known): name for name in self.unused}
-        return {near: name for near, name in found.items() if near is not None}
-
-
-def _closest(name: str, known: Collection[str]) -> str | None:
-    plain = VERBS.sub("", name)
-    if plain in known:
-        return plain
-    if SYNONYMS.get(plain) in known:
-        return SYNONYMS[plain]
-    return next(iter(get_close_matches(name, known, n=1, cutoff=SIMILAR)), None)
+    def near_misses(self, names: Collection[str]) -> dict[str, str]:
+        """Name of a recipe, one of `names` -> unused name that is similar to it."""
+        matches = {}
+        for unused in self.unused:
+            plain = VERBS.sub("", unused)
+            if plain in names:
+                matches[plain] = unused
+            elif SYNONYMS.get(plain) in names:
+                matches[SYNONYMS[plain]] = unused
+            else:
+                matches |= dict.fromkeys(get_close_matches(unused, names, n=1, cutoff=SIMILAR), unused)
+        return matches
 
 
 def read_definitions(source: bytes) -> Definitions:

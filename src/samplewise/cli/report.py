@@ -26,14 +26,14 @@ def report(
     to comparison.html in the working directory.
     """
     try:
-        from samplewise.report import watch as report
+        from samplewise.report import page
     except ImportError as why:
         typer.echo(f"a report needs {why.name}: pip install 'samplewise[report]'", err=True)
         raise typer.Exit(1) from why
     if to is not None and os.path.isdir(to):
         raise typer.BadParameter(f"must be a file; found a directory, {to}.", param_hint="--to")
     try:
-        report.watch(runs, to, typer.echo) if watch else typer.echo(report.write_any(runs, to))
+        page.watch(runs, to, typer.echo) if watch else typer.echo(page.write_any(runs, to))
     except OSError as why:
         if why.errno is None:  # raised by read_run: not a run directory; errors of the system have an errno
             raise typer.BadParameter(str(why), param_hint="RUN") from why

@@ -37,7 +37,7 @@ class OutputError(BaseException):
 class GuardedStream:
     """Text stream that handles write errors.
 
-    After the first OSError the stream is redirected to the null device. If `needed`, OutputError is raised as well.
+    After the first OSError the stream is redirected to the null device. If `required`, OutputError is raised as well.
     """
 
     def __init__(self, stream: Any, required: bool):

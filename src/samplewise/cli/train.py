@@ -5,17 +5,58 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from samplewise.cli.arguments import Device, RecipeFile, complete_run
-from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe_source import read_source, shortened
 
 EPOCHS = 1
+LEDGERS = ("norms", "losses")  # values of --ledger; the first one may be left out
+
+
+class TrainCommand(TyperCommand):
+    """Command in which the value of --ledger may be left out. It must not take the recipe: train --ledger RECIPE."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        completed = [
+            f"{word}={LEDGERS[0]}" if word == "--ledger" and following not in LEDGERS else word
+            for word, following in zip_longest(args, args[1:])
+        ]
+        return super().parse_args(ctx, completed)
+
+
+@dataclass(frozen=True)
+class PrivateOptions:
+    """Values of --epsilon, --delta, --batch and --clip of a private training run, and its duration."""
+
+    epsilon: float
+    delta: float | None
+    batch: int | None
+    clip: float | None
+    epochs: int
+    updates: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("delta", "batch", "clip"):
+            if getattr(self, name) is None:
+                raise typer.BadParameter(
+                    f"--epsilon needs --delta, --batch and --clip; found no --{name}.", param_hint="--epsilon"
+                )
+        assert self.delta is not None and self.clip is not None
+        for name, value, limit in (
+            ("epsilon", self.epsilon, math.inf),
+            ("delta", self.delta, 1.0),
+            ("clip", self.clip, math.inf),
+        ):
+            if not 0 < value < limit:
+                bounds = "a finite number above 0" if limit == math.inf else f"a number between 0 and {limit:g}"
+                raise typer.BadParameter(f"must be {bounds}; found {value}.", param_hint=f"--{name}")
 
 
 def train(
@@ -46,8 +87,13 @@ def train(
         int | None, typer.Option(min=1, metavar="N", help="With --epsilon: expected number of samples per update.")
     ] = None,
     ledger: Annotated[
-        bool, typer.Option("--ledger", help="Record loss and gradient norm of each sample at each visit: sw.Ledger().")
-    ] = False,
+        str | None,
+        typer.Option(
+            metavar="[losses]",
+            help="Record loss and gradient norm of each sample at each visit: sw.Ledger(); losses: without the norms, "
+            "for example for a model with BatchNorm.",
+        ),
+    ] = None,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -88,9 +134,11 @@ def train(
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
     step_options: dict[str, Any] = {"samples": samples, "microbatch": _parse_microbatch(microbatch), "compile": compile}
+    if ledger is not None and ledger not in LEDGERS:
+        raise typer.BadParameter(f"must be {' or '.join(LEDGERS)}; found {ledger!r}.", param_hint="--ledger")
     private = None
     if epsilon is not None:
-        if ledger:
+        if ledger is not None:
             raise typer.BadParameter(
                 "--ledger cannot be used with --epsilon: the guarantee does not cover losses and norms of single "
                 "samples. Leave it out.",
@@ -116,19 +164,16 @@ def train(
 
 def _launch(processes: int) -> NoReturn:
     """Replace this process with torchrun, which starts this command `processes` times without --processes."""
-    # Without the -- torchrun would take --run for an abbreviation of one of its own options.
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
-    os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *_without_processes(sys.argv[1:])])
-
-
-def _without_processes(arguments: Sequence[str]) -> Iterator[str]:
-    """Command line arguments without --processes N and --processes=N."""
-    remaining = iter(arguments)
+    arguments = []
+    remaining = iter(sys.argv[1:])
     for argument in remaining:
         if argument == "--processes":
             next(remaining, None)  # its value
         elif not argument.startswith("--processes="):
-            yield argument
+            arguments.append(argument)
+    # Without the -- torchrun would take --run for an abbreviation of one of its own options.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
+    os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *arguments])
 
 
 def _parse_microbatch(text: str | None) -> int | str | None:

@@ -1,26 +1,38 @@
-"""Training of `samplewise train RECIPE`, after the arguments are checked."""
+"""Training of `samplewise train RECIPE`, after the arguments are checked.
+
+With --ledger, the batches of a DataLoader with a map-style dataset get the index of each sample, as with `sw.Indexed`:
+batch.id, or batch["id"] for a dict. The recipe's collate_fn and loss get the same items and batches as without ids.
+"""
 
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from samplewise.cli.arguments import device_named
-from samplewise.cli.private_training import PrivateOptions
+from samplewise.cli.arguments import bad_parameters, device_named
 from samplewise.cli.recipe import Recipe
-from samplewise.cli.sample_ids import explain_missing_ids, with_ids
+from samplewise.cli.train import PrivateOptions
+from samplewise.core.criteria import as_criterion
 from samplewise.core.files import absolute
-from samplewise.core.state import seed_everything
+from samplewise.core.state import RandomState, seed_everything
 from samplewise.core.text import plural
+from samplewise.errors import BatchError
 from samplewise.ledger.ledger import Ledger
+from samplewise.ledger.previews import indexed_items
+from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, without_id
+from samplewise.loop.data.adapters import is_map_style, loader_with
 from samplewise.loop.fit_result import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import collectives, launch
+from samplewise.privacy.privacy import Privacy
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clip_transform
 
@@ -31,40 +43,34 @@ def train_recipe(
     run: Path,
     device: str,
     seed: int,
-    ledger: bool,
+    ledger: str | None,
     clip: float | None,
     private: PrivateOptions | None,
     step_options: dict[str, Any],
     fit_options: dict[str, Any],
 ) -> None:
     """Train the model of a recipe and print a summary. source: the content of the file."""
-    recorder = _make_ledger() if ledger else None
+    try:
+        recorder = None if ledger is None else Ledger(norms=ledger == "norms")
+    except ImportError as why:
+        raise typer.BadParameter(f"{why}.", param_hint="--ledger") from why
     target = launch.join(device_named(device))
     run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
     seed_everything(seed)
     recipe = Recipe(path, source)
     if clip is not None and private is None:
-        _check_clip(clip, recipe)
+        if recipe.defines("transforms"):
+            raise typer.BadParameter(
+                f"give one of --clip and transforms() in the recipe; found both. Put sw.clip({clip:g}) into the list "
+                "that transforms() returns, where its place among the others counts.",
+                param_hint="--clip",
+            )
         step_options["transforms"] = (clip_transform(clip),)
-    trainer, result = _fit(recipe, run_path, target, seed, recorder, step_options, fit_options, private)
-    _print_summary(result, trainer, run)
 
-
-def _fit(
-    recipe: Recipe,
-    run: Path,
-    device: torch.device,
-    seed: int,
-    ledger: Ledger | None,
-    step_options: dict[str, Any],
-    fit_options: dict[str, Any],
-    private: PrivateOptions | None = None,
-) -> tuple[Trainer, FitResult]:
-    """Train the model of a recipe; returns the trainer and the result of `fit`."""
     model = recipe.model()
     loader, validation = recipe.data()
     with recipe.errors():
-        model.to(device)  # before the optimizer is made: some create their state on the device of the parameters
+        model.to(target)  # before the optimizer is made: some create their state on the device of the parameters
     optimizer = recipe.optimizer(model)
     scheduler = recipe.scheduler(optimizer)
     loss = recipe.loss(model)
@@ -72,33 +78,18 @@ def _fit(
     metrics = recipe.metrics()
     step_options = {"transforms": recipe.transforms(), **step_options}
     if private is not None:
-        step_options["privacy"], loader = private.plan(loader)
+        step_options["privacy"], loader = plan_privacy(private, loader)
         if collectives.rank() == 0:
             typer.echo(f"privacy      {step_options['privacy']}".replace("\n", "\n" + " " * 13))
     with recipe.errors(), ExitStack() as stack:
-        if ledger is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
-            callbacks.append(ledger)
+        if recorder is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
+            callbacks.append(recorder)
             loader, loss = with_ids(loader, loss)
             stack.enter_context(explain_missing_ids())
         step = Step(model, optimizer, loss, scheduler=scheduler, parallel="ddp", **step_options)
-        trainer = Trainer(step, run, callbacks, metrics=metrics, device=device, seed=seed)
-        return trainer, trainer.fit(loader, validation, **fit_options)
-
-
-def _make_ledger() -> Ledger:
-    try:
-        return Ledger()
-    except ImportError as why:
-        raise typer.BadParameter(f"{why}.", param_hint="--ledger") from why
-
-
-def _check_clip(clip: float, recipe: Recipe) -> None:
-    if recipe.defines("transforms"):
-        raise typer.BadParameter(
-            f"give one of --clip and transforms() in the recipe; found both. Put sw.clip({clip:g}) into the list that "
-            "transforms() returns, where its place among the others counts.",
-            param_hint="--clip",
-        )
+        trainer = Trainer(step, run_path, callbacks, metrics=metrics, device=target, seed=seed)
+        result = trainer.fit(loader, validation, **fit_options)
+    _print_summary(result, trainer, run)
 
 
 def _print_summary(result: FitResult, trainer: Trainer, run: Path) -> None:
@@ -113,3 +104,83 @@ def _print_summary(result: FitResult, trainer: Trainer, run: Path) -> None:
             typer.echo("continue     with --resume")
     if result.signal is not None:
         raise typer.Exit(128 + signal.Signals[result.signal])
+
+
+# --- privacy ----------------------------------------------------------------------------------------------------------
+
+
+def plan_privacy(options: PrivateOptions, loader: Any) -> tuple[Privacy, DataLoader[Any]]:
+    """Plan for the dataset of a loader, and a loader that draws from it as the accountant assumes."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise typer.BadParameter(
+            "the recipe must return a DataLoader with a map-style dataset, from which samples are drawn; found "
+            f"{type(loader).__name__}.",
+            param_hint="--epsilon",
+        )
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    assert options.batch is not None and options.delta is not None and options.clip is not None
+    if options.batch > samples:
+        raise typer.BadParameter(f"must be at most {samples}, the number of samples.", param_hint="--batch")
+    with bad_parameters("epsilon", ("delta", "batch", "clip", "updates")):
+        privacy = Privacy(
+            epsilon=options.epsilon,
+            delta=options.delta,
+            updates=options.updates or max(1, round(options.epochs * samples / options.batch)),
+            sample_rate=options.batch / samples,
+            clip=options.clip,
+        )
+    names = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "timeout")  # batches are drawn otherwise
+    arguments = {name: getattr(loader, name) for name in names}
+    return privacy, privacy.loader(loader.dataset, **arguments)
+
+
+# --- ids of samples ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explain_missing_ids() -> Iterator[None]:
+    """Name --ledger in the error for batches without ids: those of a loader that `with_ids` leaves unchanged."""
+    try:
+        yield
+    except BatchError as error:
+        if "'id'" not in str(error):
+            raise
+        raise BatchError(
+            "--ledger needs the id of each sample. It adds ids to the batches of a DataLoader with a map-style "
+            f"dataset; batches of other loaders must hold them, as those of sw.Indexed do: {error}"
+        ) from error
+
+
+def with_ids(loader: Any, loss: Any) -> tuple[Any, Any]:
+    """A loader whose batches have ids, and a loss that does not see them. Both are unchanged if the batches have ids,
+    or if the loader is not a DataLoader with a map-style dataset.
+    """
+    if not is_map_style(loader) or loader.batch_sampler is None or indexed_items(loader) or _has_id(loader):
+        return loader, loss
+    dataset = NumberedDataset(loader.dataset)
+    join = partial(numbered, as_columns=as_criterion(loss) is not None)
+    collate = IdCollator(loader.collate_fn, split=tuple, join=join)  # the samples are pairs already
+    loader = loader_with(loader, dataset=dataset, collate_fn=collate)
+    if as_criterion(loss) is not None:
+        return loader, loss  # ignores the id
+    if isinstance(loss, nn.Module):  # must stay a module, whose parameters are trained
+        loss.register_forward_pre_hook(lambda _, arguments: (arguments[0], without_id(arguments[1])))
+        return loader, loss
+
+    @wraps(loss)
+    def loss_without_id(model: nn.Module, batch: Any) -> Any:
+        return loss(model, without_id(batch))
+
+    return loader, loss_without_id
+
+
+def _has_id(loader: Any) -> bool:
+    """True if batches of a loader have an id; the random state is restored."""
+    if not len(loader.dataset):
+        return False
+    restore = RandomState().restore
+    try:
+        batch = loader.collate_fn([loader.dataset[0]])
+    finally:
+        restore()
+    return "id" in batch if isinstance(batch, Mapping) else hasattr(batch, "id")

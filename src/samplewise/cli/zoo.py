@@ -53,10 +53,7 @@ def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
     for result in results:
         if result.outcome in (WRONG, NOT_RUN):
             typer.echo(f"{result.outcome}: {result.case.name}: {result.reason}")
-    return _conclude(count_outcomes(results))
-
-
-def _conclude(counts: dict[str, int]) -> bool:
+    counts = count_outcomes(results)
     summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     compared = counts[RIGHT] + counts[REFUSED] > 0
     if counts[WRONG]:

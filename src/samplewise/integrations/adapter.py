@@ -21,7 +21,8 @@ from torch import Tensor
 
 from samplewise.core.batches import pick
 from samplewise.engine.arguments import Parameters
-from samplewise.errors import PrivacyError
+from samplewise.engine.ownership.independence import norms_only_recorded
+from samplewise.errors import PrivacyError, SamplesInteractError
 from samplewise.ledger.ledger import Ledger
 from samplewise.step.backward import BackwardResult, HasBackward, backward, pass_of, without_norms
 from samplewise.transforms.chain import Chain
@@ -105,17 +106,22 @@ class Adapter:
         denominator: what the loss divides the sum of the samples' losses by; read if `per_sample` is true
         """
         if self.per_sample:
-            results = backward(
-                values.loss,
-                model,
-                values.outputs,
-                self.chain,
-                through,
-                denominator=denominator,
-                losses=values.losses,
-                counts=values.counts,
-                batch=batch,
-            )
+            try:
+                results = backward(
+                    values.loss,
+                    model,
+                    values.outputs,
+                    self.chain,
+                    through,
+                    denominator=denominator,
+                    losses=values.losses,
+                    counts=values.counts,
+                    batch=batch,
+                )
+            except SamplesInteractError as error:
+                if self.chain.transforms:
+                    raise
+                raise norms_only_recorded(error) from None
         else:
             pass_of(through)(values.loss)
             results = without_norms(values.samples, values.loss.device, values.losses, values.counts)
@@ -184,10 +190,10 @@ def check_comes_first(cls: type, mixin: type, base: type) -> None:
     """Raise TypeError if the methods of `base` take precedence over those of the mixin, which then have no effect."""
     order = cls.__mro__
     if base in order and order.index(base) < order.index(mixin):
-        bases = [each.__name__ for each in cls.__bases__]
-        first = sorted(cls.__bases__, key=lambda each: not issubclass(each, mixin))
+        bases = [b.__name__ for b in cls.__bases__]
+        reordered = sorted(cls.__bases__, key=lambda b: not issubclass(b, mixin))
         raise TypeError(
             f"{mixin.__name__} must come before {base.__name__} in the bases of a class; found "
             f"{cls.__name__}({', '.join(bases)}). Write class {cls.__name__}"
-            f"({', '.join(each.__name__ for each in first)})."
+            f"({', '.join(b.__name__ for b in reordered)})."
         )

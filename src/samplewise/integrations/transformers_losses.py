@@ -124,21 +124,21 @@ class ModelLoss:
 
     def __call__(self, model: Any, batch: Any) -> tuple[Any, ...]:
         if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
-            found = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+            content = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
             raise BatchError(
-                f"a model of transformers needs batches that are dicts with a tensor 'labels'; found {found}. Return "
+                f"a model of transformers needs batches that are dicts with a tensor 'labels'; found {content}. Return "
                 "such dicts from the dataset, or write a loss function (model, batch) -> losses."
             )
         outputs = model(**{key: value for key, value in batch.items() if key != "id"})
         problem_type = getattr(model.config, "problem_type", None)
         for shifted in (False, True) if self._shifted is None else (self._shifted,):
-            known = known_losses(outputs, batch, shifted=shifted, smoothing=0.0, problem_type=problem_type)
-            if known is None:
+            samples = known_losses(outputs, batch, shifted=shifted, smoothing=0.0, problem_type=problem_type)
+            if samples is None:
                 break
-            counts = torch.ones_like(known.losses) if known.counts is None else known.counts
-            if self._shifted is not None or bool(known.agree(outputs["loss"].detach(), counts.sum())):
+            counts = torch.ones_like(samples.losses) if samples.counts is None else samples.counts
+            if self._shifted is not None or bool(samples.agree(outputs["loss"].detach(), counts.sum())):
                 self._shifted = shifted
-                return (known.losses, counts, *([known.columns] if known.columns else []))
+                return (samples.losses, counts, *([samples.columns] if samples.columns else []))
         raise LossesError(
             f"the loss of {type(model).__name__} must be a cross-entropy of logits and labels, or that of a regression "
             "or multi-label head, to be known for each sample; found another one. Write a loss function "

@@ -66,6 +66,7 @@ class PrivateUpdate:
     hooks without a docstring are those of `OrdinaryUpdate` in samplewise.step.policy.
     """
 
+    allows_interaction: ClassVar = False  # clipping a sample bounds its influence only if no other sample has it, too
     empty_updates: ClassVar = True  # a draw without samples is an update, too: that it is empty must not show
     needs_two_samples: ClassVar = True  # a draw may have one sample, with which first checks can compare nothing
     nonfinite_policies: ClassVar = ("zero",)  # a sample that is not finite contributes nothing

@@ -1,18 +1,19 @@
 """HTML report of a run directory, as one self-contained file.
 
     run_log       reads run.json and log.jsonl
-    samples       reads the ledger: one row per sample, and the suspects
-    ledger_stats  incremental statistics of the ledger: repeated ids, quantiles of norms
+    samples       reads the ledger: one row per sample, the suspects, repeated ids, quantiles of norms
     previews      reads previews.json: images, texts or values of samples
 
-    training, scatter, norms, noise, layers, cost, settings    the sections
+    training      sections about the course of a run: curves, time and memory, best values, epochs
+    gradients     sections about gradients: norms over time, noise scale, layers
+    scatter       section of the samples: plot of loss and gradient norm, and the gallery of suspects
     charts        charts as inline SVG, in the colors of the page
-    html          text, numbers and tables; escapes all of the user's data
+    html          the page and its parts; escapes all of the user's data
     dom.js, plot.js, samples.js, reload.js, style.css    scripts and style sheet of the page
 
-    page          HTML file of one run: `write_report`
+    page          HTML file of one run: `write_report`; `watch` rewrites it while the run is training
     compare       HTML file that compares several runs: `write_comparison`
-    watch         rewrites either file while a run is training
+    attribution   HTML page of an attribution: `attribution_page`
 
 The package reads files only and does not import torch, so that a report can be written on any machine.
 """

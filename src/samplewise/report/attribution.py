@@ -15,15 +15,16 @@ from samplewise.report.html import (
     aligned,
     columns,
     definition_list,
+    headline_tiles,
     note_paragraph,
     number,
+    page,
     text,
     value_table,
+    warnings_section,
 )
-from samplewise.report.page import page, warnings_section
 from samplewise.report.previews import Preview, Previews, as_html
 from samplewise.report.run_log import is_number
-from samplewise.report.settings import headline_tiles
 
 MAX_QUERIES = 100  # on the page
 BUDGET = 4_000_000  # characters of the previews of queries, and of those of training samples
@@ -78,6 +79,10 @@ class ShownQuery:
     highest: list[ShownSample]
     lowest: list[ShownSample]
 
+    @property
+    def scored(self) -> list[ShownSample]:
+        return [*self.highest, *self.lowest]
+
 
 @dataclass
 class AttributionPage:
@@ -128,7 +133,8 @@ def attribution_page(content: AttributionPage) -> str:
     """HTML page of an attribution."""
     shown = content.shown
     of_queries = content.queries.shown([str(query.sample.index) for query in shown], BUDGET)
-    of_train = content.train.shown(dict.fromkeys(str(each.index) for query in shown for each in _scored(query)), BUDGET)
+    train_ids = dict.fromkeys(str(sample.index) for query in shown for sample in query.scored)
+    of_train = content.train.shown(train_ids, BUDGET)
     sections = [_query(query, content, of_queries, of_train) for query in shown]
     messages = [*content.warnings, *content.queries.warnings, *content.train.warnings]
     if content.count > len(shown):
@@ -136,25 +142,15 @@ def attribution_page(content: AttributionPage) -> str:
             f"The page shows the first {len(shown)} of {plural(content.count, 'query', 'queries')}; the scores of all "
             "are in scores.parquet."
         )
-    head = f'<p class="quiet">{text(content.summary)}</p>\n{_tiles(content)}'
+    trust = content.trust
+    tiles = [
+        ("queries", f"{content.count:,}"),
+        ("training samples", f"{content.samples:,}"),
+        ("quality (LDS)", "not measured" if trust is None else f"{trust.mean:.2f} ± {trust.standard_error:.2f}"),
+    ]
+    head = f'<p class="quiet">{text(content.summary)}</p>\n{headline_tiles(tiles)}'
     settings = Section("Configuration", columns(value_table("Attribution", content.settings)))
     return page(content.title, head, [warnings_section(messages), _reading(content), *sections, settings])
-
-
-def _scored(query: ShownQuery) -> list[ShownSample]:
-    return [*query.highest, *query.lowest]
-
-
-def _tiles(content: AttributionPage) -> str:
-    trust = content.trust
-    lds = "not measured" if trust is None else f"{trust.mean:.2f} ± {trust.standard_error:.2f}"
-    return headline_tiles(
-        [
-            ("queries", f"{content.count:,}"),
-            ("training samples", f"{content.samples:,}"),
-            ("quality (LDS)", lds),
-        ]
-    )
 
 
 # --- how to read and trust the scores ---------------------------------------------------------------------------------
@@ -207,19 +203,20 @@ def _query(
     query: ShownQuery, content: AttributionPage, of_queries: Mapping[str, Preview], of_train: Mapping[str, Preview]
 ) -> Section:
     index = str(query.sample.index)
-    own = _query_card(query.sample, of_queries.get(index, {}), content.queries)
-    largest = max((abs(each.score or 0.0) for each in _scored(query)), default=0.0)
-    scores = dict(zip([each.index for each in _scored(query)], aligned([e.score for e in _scored(query)]), strict=True))
+    query_card = _query_card(query.sample, of_queries.get(index, {}), content.queries)
+    largest = max((abs(sample.score or 0.0) for sample in query.scored), default=0.0)
+    indices = [sample.index for sample in query.scored]
+    scores = dict(zip(indices, aligned([sample.score for sample in query.scored]), strict=True))
 
     def gallery(title: str, samples: Sequence[ShownSample]) -> str:
         cards = (
-            _train_card(each, scores[each.index], largest, of_train.get(str(each.index), {}), content.train)
-            for each in samples
+            _train_card(sample, scores[sample.index], largest, of_train.get(str(sample.index), {}), content.train)
+            for sample in samples
         )
         return f'<h3>{title}</h3><ul class="gallery">{"".join(cards)}</ul>' if samples else ""
 
     galleries = gallery("Highest scores", query.highest) + gallery("Lowest scores", query.lowest)
-    return Section(f"Query {index}", f'<div class="query">{own}<div>{galleries}</div></div>')
+    return Section(f"Query {index}", f'<div class="query">{query_card}<div>{galleries}</div></div>')
 
 
 def _query_card(sample: ShownSample, preview: Preview, previews: Previews) -> str:

@@ -6,7 +6,7 @@ A chart contains no text of the user: titles and names of curves are HTML text b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from itertools import pairwise
 from math import copysign, isfinite, nan
@@ -124,7 +124,11 @@ def _svg(draw: Callable[[Axes], None], frame: XRange, prefix: str, label: str, l
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         draw(axes)
-        _frame(axes, frame.first, frame.last)
+        margin = 0.02 * (frame.last - frame.first) or 1.0  # 1.0: the run has a single update
+        axes.set_xlim(frame.first - margin, frame.last + margin)
+        axes.set_xlabel("update")
+        axes.locator_params(axis="x", integer=True, nbins=6)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         _logarithmic(axes) if log else _linear(axes)
         no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # omit matplotlib's metadata and its URLs
         figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
@@ -144,14 +148,6 @@ def _plot(axes: Axes, curves: Sequence[Curve], frame: XRange) -> None:
         dots = _dotted_points(points)
         axes.plot(xs, ys, color=color, linewidth=width, linestyle=style)
         axes.plot([xs[d] for d in dots], [ys[d] for d in dots], color=color, linestyle="", marker="o", markersize=3)
-
-
-def _frame(axes: Axes, first: float, last: float) -> None:
-    margin = 0.02 * (last - first) or 1.0  # 1.0: the run has a single update
-    axes.set_xlim(first - margin, last + margin)
-    axes.set_xlabel("update")
-    axes.locator_params(axis="x", integer=True, nbins=6)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _linear(axes: Axes) -> None:
@@ -182,7 +178,7 @@ def _drawable(y: float) -> float:
 
 
 def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Reduce a curve to at most `most` points: minimum, maximum and one non-finite point of each interval.
+    """Reduce a curve to at most `limit` points: minimum, maximum and one non-finite point of each interval.
 
     Taking every n-th point would lose single spikes.
     """
@@ -190,25 +186,22 @@ def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
         return points
     intervals = (limit - 1) // 3
     edges = [k * len(points) // intervals for k in range(intervals + 1)]
-    kept = {k for start, end in pairwise(edges) for k in _extreme_points(points, range(start, end))}
-    return [points[k] for k in sorted(kept | {len(points) - 1})]
-
-
-def _extreme_points(points: list[Point], interval: range) -> Iterator[int]:
-    """Indices of the minimum, the maximum and the first non-finite point of an interval."""
-    finite = [k for k in interval if isfinite(points[k][1])]
-    if finite:
-        yield min(finite, key=lambda k: points[k][1])
-        yield max(finite, key=lambda k: points[k][1])
-    if len(finite) < len(interval):
-        yield next(k for k in interval if not isfinite(points[k][1]))
+    selected = {len(points) - 1}
+    for interval in (range(start, end) for start, end in pairwise(edges)):
+        finite = [k for k in interval if isfinite(points[k][1])]
+        if finite:
+            selected.add(min(finite, key=lambda k: points[k][1]))
+            selected.add(max(finite, key=lambda k: points[k][1]))
+        if len(finite) < len(interval):
+            selected.add(next(k for k in interval if not isfinite(points[k][1])))
+    return [points[k] for k in sorted(selected)]
 
 
 def _dotted_points(points: list[Point]) -> list[int]:
     """Indices of points marked with a dot: all if few, otherwise those between two gaps, where there is no line."""
     is_finite = [False, *(isfinite(y) for _, y in points), False]
-    few = len(points) <= DOTTED_POINTS
-    return [k for k in range(len(points)) if is_finite[k + 1] and (few or not (is_finite[k] or is_finite[k + 2]))]
+    dot_all = len(points) <= DOTTED_POINTS
+    return [k for k in range(len(points)) if is_finite[k + 1] and (dot_all or not (is_finite[k] or is_finite[k + 2]))]
 
 
 def _adapt_svg(svg: str, prefix: str, label: str) -> str:
@@ -217,15 +210,11 @@ def _adapt_svg(svg: str, prefix: str, label: str) -> str:
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
     svg = re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{prefix}">', svg, count=1)
     svg = svg.replace("xlink:href", "href")
-    svg = _compress_svg(svg)
+    # Halve the size: round paths to hundredths of a point, remove font families and unused ids.
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.[0-9]{2})[0-9]+", r"\1", path[0].replace("\n", "")), svg)
+    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     for placeholder, css in CSS.items():
         svg = svg.replace(placeholder, css)
     return svg.replace(f'aria-label="{prefix}"', f'aria-label="{label}"', 1)  # last: a label may hold any text
-
-
-def _compress_svg(svg: str) -> str:
-    """Halve the size of the SVG: round paths to hundredths of a point, remove font families and unused ids."""
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.[0-9]{2})[0-9]+", r"\1", path[0].replace("\n", "")), svg)
-    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)
-    return re.sub(r'<g id="[^"]*"', "<g", svg)

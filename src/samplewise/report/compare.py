@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samplewise.report import settings, training
+from samplewise.report import training
 from samplewise.report.html import (
     MISSING,
     Section,
@@ -16,11 +16,13 @@ from samplewise.report.html import (
     definition_list,
     format_value,
     note_paragraph,
+    page,
     shortened,
     table,
     text,
+    warnings_section,
+    write,
 )
-from samplewise.report.page import page, warnings_section, write
 from samplewise.report.previews import Preview, Previews, as_html, read_previews
 from samplewise.report.run_log import Curve, RunLog, read_run
 from samplewise.report.samples import Samples, read_samples
@@ -53,16 +55,14 @@ def comparison(logs: Sequence[RunLog], reload: float | None = None) -> str:
         ComparedRun(name, run, training.charts(run), read_samples(run), read_previews(run.directory))
         for name, run in zip(names(logs), logs, strict=True)
     ]
-    sections = [
-        _differences(runs),
-        _curves(runs),
-        _best(runs),
-        _suspects(runs),
-        _equal_settings(runs),
-    ]
-    messages = [f"{run.name}: {message}" for run in runs for message in _warnings(run)]  # last: sections add warnings
-    states = "".join(f"<li><b>{text(run.name)}</b> {text(training.state(run.run))}</li>" for run in runs)
-    title = " and ".join(run.name for run in runs) if len(runs) == 2 else f"{len(runs)} runs"
+    different, equal = _settings(runs)
+    sections = [different, _curves(runs), _best(runs), _suspects(runs), equal]
+    messages = []  # last, because the sections add warnings about previews
+    for name, run, charts, samples, previews in runs:
+        warnings = run.warnings + training.warnings(charts) + samples.warnings + previews.warnings
+        messages += [f"{name}: {warning}" for warning in warnings]
+    states = "".join(f"<li><b>{text(c.name)}</b> {text(training.state(c.run))}</li>" for c in runs)
+    title = " and ".join(c.name for c in runs) if len(runs) == 2 else f"{len(runs)} runs"
     head = f'<ul class="states quiet">{states}</ul>\n'
     return page(title, head, [warnings_section(messages), *sections], reload=reload)
 
@@ -75,13 +75,7 @@ def names(runs: Sequence[RunLog]) -> list[str]:
     return [name if counts[name] == 1 else f"{name} #{k + 1}" for k, name in enumerate(with_directory)]
 
 
-def _warnings(compared_run: ComparedRun) -> list[str]:
-    run = compared_run.run
-    messages = run.warnings + settings.warnings(run) + training.warnings(compared_run.charts)
-    return messages + compared_run.samples.warnings + compared_run.previews.warnings
-
-
-# ------------------------------------------------------------------------------------ settings
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -95,29 +89,22 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat_settings
 
 
-def _settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Name -> value of each run."""
+def _settings(runs: Sequence[ComparedRun]) -> tuple[Section, Section]:
+    """Sections "Different settings" and "Equal settings"."""
     settings_of_runs = [flat(c.run.metadata) for c in runs]
     names = dict.fromkeys(name for settings in settings_of_runs for name in settings if name not in NOT_SETTINGS)
-    return {name: [settings.get(name, MISSING) for settings in settings_of_runs] for name in names}
+    rows = [(name, *(settings.get(name, MISSING) for settings in settings_of_runs)) for name in names]
+    different = [row for row in rows if len(set(row[1:])) > 1]
+    equal = [row[:2] for row in rows if len(set(row[1:])) == 1]
+    differences = note_paragraph("None.")
+    if different:
+        differences = table(("", *(c.name for c in runs)), different, text_columns=1 + len(runs))
+    equal_table = table(("", "all"), equal, text_columns=2)
+    details = f"<details><summary>{len(equal):,} settings</summary>{equal_table}</details>" if equal else ""
+    return Section("Different settings", differences), Section("Equal settings", details)
 
 
-def _differences(runs: Sequence[ComparedRun]) -> Section:
-    rows = [(name, *values) for name, values in _settings(runs).items() if len(set(values)) > 1]
-    if not rows:
-        return Section("Different settings", note_paragraph("None."))
-    return Section("Different settings", table(("", *(c.name for c in runs)), rows, text_columns=1 + len(runs)))
-
-
-def _equal_settings(runs: Sequence[ComparedRun]) -> Section:
-    rows = [(name, values[0]) for name, values in _settings(runs).items() if len(set(values)) == 1]
-    if not rows:
-        return Section("Equal settings", "")
-    settings_table = table(("", "all"), rows, text_columns=2)
-    return Section("Equal settings", f"<details><summary>{len(rows):,} settings</summary>{settings_table}</details>")
-
-
-# -------------------------------------------------------------------------------------- curves
+# --- curves -----------------------------------------------------------------------------------------------------------
 
 
 def _curves(runs: Sequence[ComparedRun]) -> Section:
@@ -126,16 +113,13 @@ def _curves(runs: Sequence[ComparedRun]) -> Section:
     titles = dict.fromkeys(title for charts in charts_of_runs for title in charts)
     spans = [c.run.span for c in runs]
     span = min(first for first, _ in spans), max(last for _, last in spans)
-    figures = training.figures({title: _overlaid(title, runs, charts_of_runs) for title in titles}, span)
+    overlaid = {  # a run without a chart gets an empty curve in it, so that each run keeps its color
+        title: [Curve(c.name, c.charts[title][0].points if title in c.charts else []) for c in runs] for title in titles
+    }
+    figures = training.figures(overlaid, span)
     has_groups = any(len(curves) > 1 for charts in charts_of_runs for curves in charts.values())
     note = note_paragraph("Only the learning rate of the first parameter group is drawn.") if has_groups else ""
     return Section("Curves", figures + note if figures else note_paragraph("No data to draw yet."))
-
-
-def _overlaid(title: str, runs: Sequence[ComparedRun], charts_of_runs: Sequence[training.Charts]) -> list[Curve]:
-    """One curve per run; a run without this chart gets an empty curve, so that each run keeps its color."""
-    points_of_runs = [charts[title][0].points if title in charts else [] for charts in charts_of_runs]
-    return [Curve(c.name, points) for c, points in zip(runs, points_of_runs, strict=True)]
 
 
 def _best(runs: Sequence[ComparedRun]) -> Section:
@@ -151,7 +135,7 @@ def _best(runs: Sequence[ComparedRun]) -> Section:
     return Section("Best values", table(head, rows, text_columns=2) if rows else "")
 
 
-# ------------------------------------------------------------------------------------ suspects
+# --- suspects ---------------------------------------------------------------------------------------------------------
 
 
 def _suspects(runs: Sequence[ComparedRun]) -> Section:

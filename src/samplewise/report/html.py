@@ -1,18 +1,27 @@
-"""Text, numbers and tables as HTML. All of the user's data is escaped here before it is put into the page."""
+"""The HTML page: its frame, sections, figures, tables and numbers.
+
+All of the user's data is escaped here before it is put into the page, which has no access to the network and runs no
+script but those of the package.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from math import floor, isfinite, isnan, log10
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from samplewise.core.files import write_bytes
 from samplewise.report.run_log import is_number
 
 MISSING = "–"
+MAX_WARNINGS = 30
 COLORS = 8  # colors of curves in style.css; further curves are dashed
 
 # Characters that would end a script element, or a line of JavaScript, are escaped in JSON.
@@ -31,6 +40,59 @@ class Section(NamedTuple):
 
     def html(self) -> str:
         return f'<section id="{self.anchor}">\n<h2>{text(self.title)}</h2>\n{self.content}\n</section>\n'
+
+
+def page(
+    title: str, head: str, sections: Sequence[Section], scripts: Sequence[str] = (), reload: float | None = None
+) -> str:
+    """Complete HTML page. `head` is HTML; `scripts` are files of the package, and no other script can run.
+
+    reload: seconds after which the page reloads itself; default never
+    """
+    visible = [section for section in sections if section.content]
+    links = "".join(f'<li><a href="#{section.anchor}">{text(section.title)}</a></li>' for section in visible)
+    names = [*(["reload.js"] if reload else []), *scripts]
+    code = "\n".join(package_file(name) for name in names)
+    script = f'"use strict";\n(() => {{\n{code}}})();\n' if names else ""
+    # The browser refuses every script but the one with this digest: names and texts of the user cannot run code.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed_script = f"'sha256-{digest}'" if script else "'none'"
+    policy = (
+        f"default-src 'none'; script-src {allowed_script}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    )
+    reload_attribute = f' data-reload="{reload:g}"' if reload else ""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"{reload_attribute}>\n<head>\n<meta charset="utf-8" />\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}" />\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1" />\n<title>{text(title)}</title>\n'
+        f"<style>{package_file('style.css')}</style>\n</head>\n<body>\n<header>\n<h1>{text(title)}</h1>\n{head}"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>\n<main>\n'
+        f"{''.join(section.html() for section in visible)}</main>\n"
+        f"{f'<script>{script}</script>' if script else ''}</body>\n</html>\n"
+    )
+
+
+def write(page: str, to: Path) -> Path:
+    """Write a page atomically and return its path."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(to, page.encode(errors="replace"))  # a name may hold a lone surrogate
+    return to
+
+
+def warnings_section(messages: Sequence[str]) -> Section:
+    """Section "Warnings" with at most 30 entries; empty without warnings."""
+    more = [f"… and {len(messages) - MAX_WARNINGS:,} more."] if len(messages) > MAX_WARNINGS else []
+    entries = "".join(f"<li>{text(warning)}</li>" for warning in [*messages[:MAX_WARNINGS], *more])
+    return Section("Warnings", f'<ul class="warnings">{entries}</ul>' if messages else "")
+
+
+def headline_tiles(entries: Iterable[tuple[str, str]]) -> str:
+    """Tiles of names and values, at the top of the page."""
+    items = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in entries)
+    return f'<dl class="tiles">{"".join(items)}</dl>\n'
+
+
+# --- content of sections ----------------------------------------------------------------------------------------------
 
 
 def package_file(name: str) -> str:
@@ -103,7 +165,7 @@ def shortened(value: str, limit: int = 200) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> str:
-    """Table; the first `words` columns hold text, the others numbers, aligned to the right."""
+    """Table; the first `text_columns` columns hold text, the others numbers, aligned to the right."""
     classes = ["" if k < text_columns else ' class="number"' for k in range(len(head))]
     titles = "".join(
         f'<th scope="col"{css_class}>{text(title)}</th>' for css_class, title in zip(classes, head, strict=True)

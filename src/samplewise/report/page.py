@@ -1,25 +1,36 @@
-"""`write_report`: report of a run as one self-contained HTML file."""
+"""`write_report`: report of a run as one self-contained HTML file; `watch` rewrites it while the run is training."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from samplewise.core.files import write_bytes
-from samplewise.report import settings, training
-from samplewise.report.cost import cost
-from samplewise.report.html import Section, package_file, text
-from samplewise.report.layers import layers
-from samplewise.report.noise import noise
-from samplewise.report.norms import norms
+from samplewise.ledger.files import FOLDER
+from samplewise.report import training
+from samplewise.report.compare import write_comparison
+from samplewise.report.gradients import layers, noise, norms
+from samplewise.report.html import (
+    Section,
+    columns,
+    headline_tiles,
+    number,
+    page,
+    text,
+    value_table,
+    warnings_section,
+    write,
+)
 from samplewise.report.previews import read_previews
-from samplewise.report.run_log import RunLog, read_run
+from samplewise.report.run_log import RunLog, is_number, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import scatter
 
-MAX_WARNINGS = 30
+MAX_TILES = 6  # headline figures
+INTERVAL = 5.0  # seconds between two looks at a watched run
+FILES = ("log.jsonl", "run.json", "previews.json", f"{FOLDER}/*.parquet")
+FileStamps = list[tuple[str, int, int]]
 
 
 def write_report(run: Path, to: Path | None = None, reload: float | None = None) -> Path:
@@ -32,13 +43,6 @@ def write_report(run: Path, to: Path | None = None, reload: float | None = None)
     return write(report(read_run(Path(run)), reload), to)
 
 
-def write(page: str, to: Path) -> Path:
-    """Write a page atomically and return its path."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(to, page.encode(errors="replace"))  # a name may hold a lone surrogate
-    return to
-
-
 def report(run: RunLog, reload: float | None = None) -> str:
     """HTML page of a run."""
     samples = read_samples(run)
@@ -48,53 +52,86 @@ def report(run: RunLog, reload: float | None = None) -> str:
     of_log = [
         noise(run),
         layers(run),
-        cost(run),
+        training.cost(run),
         training.best(run),
         training.epochs(run),
         training.skipped(run),
-        settings.configuration(run),
+        configuration(run),
     ]
     sections = of_samples if run.ledger_only else [training.curves(run, charts), *of_samples, *of_log]
-    messages = run.warnings + settings.warnings(run) + training.warnings(charts) + samples.warnings + previews.warnings
-    head = f'<p class="quiet">{text(training.state(run))}</p>\n' + settings.tiles(run, samples.count)
+    # Last, because the sections add warnings about previews.
+    messages = run.warnings + training.warnings(charts) + samples.warnings + previews.warnings
+    head = f'<p class="quiet">{text(training.state(run))}</p>\n' + tiles(run, samples.count)
     scripts = ["dom.js", "plot.js", "samples.js"] if samples.table is not None else []
     return page(run.name, head, [warnings_section(messages), *sections], scripts, reload)
 
 
-def warnings_section(messages: Sequence[str]) -> Section:
-    """Section "Warnings" with at most 30 entries; empty without warnings."""
-    more = [f"… and {len(messages) - MAX_WARNINGS:,} more."] if len(messages) > MAX_WARNINGS else []
-    entries = "".join(f"<li>{text(warning)}</li>" for warning in [*messages[:MAX_WARNINGS], *more])
-    return Section("Warnings", f'<ul class="warnings">{entries}</ul>' if messages else "")
+def tiles(run: RunLog, samples: int | None) -> str:
+    """Headline figures at the top of the page: updates, epochs, samples, best values."""
+    epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
+    entries = [("updates", f"{run.reached('update'):,}"), ("epochs", f"{len(epochs):,}")]
+    entries += [("samples", f"{samples:,}")] if samples is not None else []
+    for measured_curve in reversed(training.measured_curves(run)):  # validation before training
+        extremes = training.better_extremes(measured_curve.name)
+        if len(extremes) == 1:  # otherwise the name does not show which one is better
+            entries += [
+                (f"{extremes[0]} {measured_curve.name}", number(value))
+                for _, value in training.extreme(measured_curve, extremes[0])
+            ]
+    return headline_tiles(entries[:MAX_TILES]) if run.lines else ""
 
 
-def page(
-    title: str, head: str, sections: Sequence[Section], scripts: Sequence[str] = (), reload: float | None = None
-) -> str:
-    """Complete HTML page. `head` is HTML; `scripts` are files of the package, and no other script can run."""
-    visible = [section for section in sections if section.content]
-    links = "".join(f'<li><a href="#{section.anchor}">{text(section.title)}</a></li>' for section in visible)
-    script = _script([*(["reload.js"] if reload else []), *scripts])
-    reload_attribute = f' data-reload="{reload:g}"' if reload else ""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"{reload_attribute}>\n<head>\n<meta charset="utf-8" />\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_security_policy(script)}" />\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1" />\n<title>{text(title)}</title>\n'
-        f"<style>{package_file('style.css')}</style>\n</head>\n<body>\n<header>\n<h1>{text(title)}</h1>\n{head}"
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>\n<main>\n'
-        f"{''.join(section.html() for section in visible)}</main>\n"
-        f"{f'<script>{script}</script>' if script else ''}</body>\n</html>\n"
-    )
+def configuration(run: RunLog) -> Section:
+    """Section "Configuration" with the content of run.json; each nested object becomes a table of its own."""
+    nested = {name: value for name, value in run.metadata.items() if isinstance(value, dict) and value}
+    values = {name: value for name, value in run.metadata.items() if name != "name" and not isinstance(value, dict)}
+    epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
+    counters = {"epochs": len(epochs), "updates": run.reached("update"), "samples logged": run.reached("samples")}
+    tables = [value_table("Run", values | counters)]
+    tables += [value_table(name.capitalize(), nested_values) for name, nested_values in nested.items()]
+    return Section("Configuration", columns("".join(tables)))
 
 
-def _script(names: Sequence[str]) -> str:
-    """Scripts of the package joined in one function scope."""
-    code = "\n".join(package_file(name) for name in names)
-    return f'"use strict";\n(() => {{\n{code}}})();\n' if names else ""
+# --- one run or several, once or until they end -----------------------------------------------------------------------
 
 
-def _security_policy(code: str) -> str:
-    """Content security policy: no network access, and only the script with this digest may run."""
-    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    scripts = f"'sha256-{digest}'" if code else "'none'"
-    return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+def write_any(runs: Sequence[Path], to: Path | None = None, reload: float | None = None) -> Path:
+    """Write the report of one run, or the comparison of several; returns the path of the page."""
+    return write_report(runs[0], to, reload) if len(runs) == 1 else write_comparison(runs, to, reload)
+
+
+def watch(
+    runs: Sequence[Path],
+    to: Path | None,
+    print_line: Callable[[str], object],
+    interval: float = INTERVAL,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Rewrite the page every `interval` seconds if a run has changed, until all runs have ended or Ctrl-C is pressed.
+
+    The page reloads itself until then.
+    """
+    previous: FileStamps | None = None
+    try:
+        while not all(read_run(Path(run)).end for run in runs):
+            current = file_stamps(runs)  # before reading: later changes are noticed in the next round
+            if current != previous:
+                path = write_any(runs, to, interval)
+            if previous is None:
+                print_line(f"{path} is updated during training and reloads itself. Stop with Ctrl-C.")
+            previous = current
+            sleep(interval)
+        reason = "Training has ended"
+    except KeyboardInterrupt:
+        reason = "Stopped by Ctrl-C"
+    print_line(f"{reason}: {write_any(runs, to)} is not updated any more.")
+
+
+def file_stamps(runs: Sequence[Path]) -> FileStamps:
+    """Path, modification time and size of each file of the runs. A file that disappears meanwhile is left out."""
+    stamps: FileStamps = []
+    for path in (path for run in runs for pattern in FILES for path in sorted(Path(run).glob(pattern))):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            stamps.append((str(path), status.st_mtime_ns, status.st_size))
+    return stamps

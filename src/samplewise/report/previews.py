@@ -48,7 +48,7 @@ class Previews:
 
     def shown(self, ids: Iterable[str], budget: int = BUDGET) -> dict[str, Preview]:
         """Previews of samples, within a budget of characters. Broken and left out previews are added to `warnings`."""
-        shown: dict[str, Preview] = {}
+        previews: dict[str, Preview] = {}
         broken = []
         left_out = 0
         for sample_id in ids:
@@ -63,12 +63,12 @@ class Previews:
             if budget < 0:
                 left_out += 1
             elif preview:
-                shown[sample_id] = preview
+                previews[sample_id] = preview
         if broken:
             self.warnings.append(f"Previews that cannot be shown: {len(broken):,}, for example of {broken[0]!r}.")
         if left_out:
             self.warnings.append(f"Previews left out to limit the size of the page: {left_out:,}.")
-        return shown
+        return previews
 
 
 def read_previews(run: Path) -> Previews:
@@ -84,12 +84,9 @@ def read_previews(run: Path) -> Previews:
         classes = [shortened(str(name), MAX_CLASS_NAME) for name in content.get("classes", [])]
         return Previews(dict(content["samples"]), classes=classes)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as why:
-        return Previews(warnings=[f"previews.json cannot be read; samples are shown without it: {_reason(why)}."])
-
-
-def _reason(error: Exception) -> str:
-    message = str(error).partition("\n")[0].rstrip(".")
-    return f"there is no {message}" if isinstance(error, KeyError) else message
+        reason = str(why).partition("\n")[0].rstrip(".")
+        reason = f"there is no {reason}" if isinstance(why, KeyError) else reason
+        return Previews(warnings=[f"previews.json cannot be read; samples are shown without it: {reason}."])
 
 
 def page_preview(entry: Preview) -> Preview:
@@ -101,9 +98,11 @@ def page_preview(entry: Preview) -> Preview:
     values = entry.get("values")
     if values is None:
         return {}
-    return {
-        "values": [[shortened(str(name)), _format_value(value)] for name, value in list(values.items())[:MAX_VALUES]]
-    }
+    rows = [
+        [shortened(str(name)), f"{value:.6g}" if isinstance(value, float) else shortened(str(value))]
+        for name, value in list(values.items())[:MAX_VALUES]
+    ]
+    return {"values": rows}
 
 
 def as_html(preview: Preview) -> str:
@@ -113,10 +112,6 @@ def as_html(preview: Preview) -> str:
     if "text" in preview:
         return f"<blockquote>{text(preview['text'])}</blockquote>"
     return definition_list(preview["values"]) if "values" in preview else ""
-
-
-def _format_value(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else shortened(str(value))
 
 
 def image_url(width: int, height: int, channels: int, data: str) -> str:

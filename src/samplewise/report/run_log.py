@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from samplewise.core.files import RUN_VERSION, other_version
+from samplewise.core.package import UNKNOWN, installed_version
 from samplewise.ledger.files import list_parts
 
 Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
 
-POSITION_FIELDS = {
-    "kind",
-    "epoch",
-    "update",
-    "samples",
-    "seconds",
-    "skipped",
-}  # position of a line, not a measured value
+# Position of a line, not a measured value.
+POSITION_FIELDS = {"kind", "epoch", "update", "samples", "seconds", "skipped"}
 # Numbers of a train line that have their own chart.
 CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "compute_samples_per_second", "memory"}
 
@@ -133,6 +128,13 @@ def read_run(directory: Path) -> RunLog:
         _read_log(run, log)
     else:
         run.warnings.append("There is no log.jsonl: curves, time and epochs are not known.")
+    written_by = run.metadata.get("samplewise")
+    installed = installed_version()
+    if isinstance(written_by, str) and written_by != installed and UNKNOWN not in (written_by, installed):
+        run.warnings.append(
+            f"The run was written by samplewise {written_by} and is read by {installed}: data whose format changed may "
+            "be missing."
+        )
     return run
 
 
@@ -162,18 +164,21 @@ def _read_log(run: RunLog, log: Path) -> None:
     unreadable = 0
     unknown = 0
     truncated = False
-    for text in _filled_lines(log):
-        line = _parse(text)
-        if line is None:
-            truncated = not text.endswith(b"\n")  # only possible in the last line
-            unreadable += not truncated
-        elif (kind := str(line.get("kind"))) in lines_by_kind:
-            lines_by_kind[kind].append(line)
-            run.end = line if kind == "end" else None
-        elif kind == "note":
-            run.warnings.append(str(line.get("text")))
-        else:
-            unknown += 1
+    with log.open("rb") as file:
+        for text in file:
+            if not text.strip():
+                continue
+            line = _parse(text)
+            if line is None:
+                truncated = not text.endswith(b"\n")  # only possible in the last line
+                unreadable += not truncated
+            elif (kind := str(line.get("kind"))) in lines_by_kind:
+                lines_by_kind[kind].append(line)
+                run.end = line if kind == "end" else None
+            elif kind == "note":
+                run.warnings.append(str(line.get("text")))
+            else:
+                unknown += 1
     if truncated:
         run.warnings.append(
             "The last line of the log is incomplete and left out: the run is writing it or was interrupted."
@@ -184,23 +189,14 @@ def _read_log(run: RunLog, log: Path) -> None:
         run.warnings.append(f"Lines of the log of an unknown kind, left out: {unknown:,}.")
 
 
-def _filled_lines(log: Path) -> Iterator[bytes]:
-    with log.open("rb") as file:
-        yield from (text for text in file if text.strip())
-
-
 def _parse(text: bytes) -> Line | None:
     """JSON object of a line, or None if it is invalid. Takes bytes, because a line may end within a character."""
     try:
-        value = json.loads(text.decode(), parse_int=_integer)
+        # An integer of 300 digits or more is read as float: the charts cannot draw larger values.
+        value = json.loads(text.decode(), parse_int=lambda digits: (int if len(digits) < 300 else float)(digits))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _integer(digits: str) -> int | float:
-    """Parse an integer; one of 300 digits or more as float, because the charts cannot draw larger values."""
-    return int(digits) if len(digits) < 300 else float(digits)
 
 
 def _numeric_fields(lines: list[Line]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -54,14 +55,15 @@ def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
     """[column, row, count] of each non-empty cell of the grid."""
     import numpy as np
 
-    both = np.array(values, dtype=float)
-    inside = [np.clip(v, a.low, a.high) for v, a in zip(both[:, np.isfinite(both).all(0)], axes, strict=True)]
+    points = np.array(values, dtype=float)  # (2, samples)
+    points = points[:, np.isfinite(points).all(0)]
+    inside = [np.clip(v, a.low, a.high) for v, a in zip(points, axes, strict=True)]
     edges = [(np.geomspace if a.log else np.linspace)(a.low, a.high, n + 1) for a, n in zip(axes, GRID, strict=True)]
     counts = np.histogram2d(inside[0], inside[1], bins=edges)[0].astype(int)
     return [[int(column), int(row), int(counts[column, row])] for column, row in np.argwhere(counts)]
 
 
-# ---------------------------------------------------------------------------------------- data
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
@@ -73,7 +75,9 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     y = axis(score_title(table, "norm"), ys)
     index_of_row = {row: k for k, row in enumerate(rows)}
     ids = [str(sample_id) for sample_id in table["id"].take(rows).to_pylist()]
-    suspects = list(dict.fromkeys(index_of_row[row] for rows_of_rank in _rows_by_rank(samples) for row in rows_of_rank))
+    # By rank, the first of all scores, then the second: if previews exceed their budget, the last ranks lose theirs.
+    ranks = zip_longest(*(score.order for score in samples.rankings))
+    suspects = list(dict.fromkeys(index_of_row[row] for rank in ranks for row in rank if row is not None))
     visible = previews.shown(ids[k] for k in suspects)
     return {
         "total": len(table),
@@ -88,12 +92,6 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     }
 
 
-def _rows_by_rank(samples: Samples) -> list[list[int]]:
-    """Rows by rank: the first of all scores, then the second, so that the last ranks lose their previews first."""
-    longest = max(len(score.order) for score in samples.rankings)
-    return [[s.order[k] for s in samples.rankings if k < len(s.order)] for k in range(longest)]
-
-
 def _selected_rows(samples: Samples, previews: Previews) -> tuple[list[int], list[Column], bool]:
     """Rows that are put into the page, their columns, and True if these are all rows."""
     table = samples.table
@@ -102,7 +100,15 @@ def _selected_rows(samples: Samples, previews: Previews) -> tuple[list[int], lis
         if _size([table["id"].to_pylist(), columns]) <= BUDGET:
             return list(range(len(table))), columns, True
     rows = sorted({row for score in samples.rankings for row in score.order})
-    return rows, _columns_within_budget(table.take(rows), previews), False
+    table = table.take(rows)
+    columns = []
+    remaining = BUDGET
+    for name in _shown_columns(table):
+        column = _column(table, name, previews)
+        remaining -= _size(column)
+        if remaining >= 0 or name in SCORES:  # the scores are needed for the rankings
+            columns.append(column)
+    return rows, columns, False
 
 
 def _size(value: Any) -> int:
@@ -117,31 +123,15 @@ def _shown_columns(table: Any) -> list[str]:
     return [*first, *scores, "visits", *(name for name in extra if name not in first)]
 
 
-def _columns_within_budget(table: Any, previews: Previews) -> list[Column]:
-    """Columns of the chosen rows: all scores, and other columns within the budget."""
-    columns: list[Column] = []
-    remaining = BUDGET
-    for name in _shown_columns(table):
-        column = _column(table, name, previews)
-        remaining -= _size(column)
-        if remaining >= 0 or name in SCORES:
-            columns.append(column)
-    return columns
-
-
 def _column(table: Any, name: str, previews: Previews) -> Column:
     values = [_json_value(value) for value in table[name].to_pylist()]
     if name in CLASS_COLUMNS:
         values = [previews.class_name(value) for value in values]
     if name == "label":
         ids = map(str, table["id"].to_pylist())
-        values = [_label(value, previews.label(sample_id)) for value, sample_id in zip(values, ids, strict=True)]
+        labels = [previews.label(sample_id) for sample_id in ids]  # of a preview, which may be a name
+        values = [v if label in (None, str(v)) else label for v, label in zip(values, labels, strict=True)]
     return {"name": score_title(table, name), "key": name, **_column_values(values)}
-
-
-def _label(recorded: object, of_preview: str | None) -> object:
-    """Label of a sample: that of its preview, which may be a name, or the one that the ledger has recorded."""
-    return recorded if of_preview is None or of_preview == str(recorded) else of_preview
 
 
 def _column_values(values: list[Any]) -> dict[str, Any]:
@@ -164,7 +154,7 @@ def _labels(table: Any, ids: list[str], previews: Previews) -> list[Column]:
     return [{"name": "label", "key": "label", **_column_values(labels)}]
 
 
-# ---------------------------------------------------------------------------------------- page
+# --- page -------------------------------------------------------------------------------------------------------------
 
 
 def scatter(samples: Samples, previews: Previews) -> Section:

@@ -1,13 +1,14 @@
-"""Sections "Curves", "Best values", "Epochs" and "Skipped updates"."""
+"""Sections about the course of a run: "Curves", "Time and memory", "Best values", "Epochs" and "Skipped updates"."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
-from samplewise.report.charts import MAX_POINTS, XRange, lines
+from samplewise.report.charts import MAX_POINTS, XRange, lines, shares
 from samplewise.report.html import Section, aligned, columns, figure, note_paragraph, number, table, text
 from samplewise.report.run_log import Curve, Line, RunLog, curve, is_number
 
@@ -18,6 +19,8 @@ HIGHER_IS_BETTER = set(
 MAX_CHARTS = 60
 MAX_FULL_CHARTS = 20  # with more charts, each has fewer points
 MAX_EPOCHS = 200  # rows of the table
+INTERVALS = 100  # intervals of the run in the chart of phases
+MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 Charts = dict[str, list[Curve]]  # by title
 
 
@@ -43,7 +46,7 @@ def charts(run: RunLog) -> Charts:
         "Samples per second, computing only": [curve(run.train, "compute_samples_per_second", "samples per second")],
     }
     charts |= {name: [curve(run.train, name)] for name in run.other_numbers() if name not in charts}
-    return {title: curves for title, curves in charts.items() if any(each.points for each in curves)}
+    return {title: curves for title, curves in charts.items() if any(c.points for c in curves)}
 
 
 def warnings(charts: Charts) -> list[str]:
@@ -52,18 +55,13 @@ def warnings(charts: Charts) -> list[str]:
     for title, curves in charts.items():
         for chart_curve in curves:
             name = f"{title}, {chart_curve.name}" if len(curves) > 1 else title
-            messages.append(not_finite(chart_curve._replace(name=name)))
-    return [warning for warning in messages if warning]
-
-
-def not_finite(values: Curve) -> str:
-    """Warning about the non-finite values of a curve; empty if there are none."""
-    non_finite = len(values.points) - len(values.finite)
-    if not non_finite:
-        return ""
-    return (
-        f"{values.name}: {non_finite:,} of {len(values.points):,} values are NaN or infinite and left out of the curve."
-    )
+            count = len(chart_curve.points)
+            non_finite = count - len(chart_curve.finite)
+            if non_finite:
+                messages.append(
+                    f"{name}: {non_finite:,} of {count:,} values are NaN or infinite and left out of the curve."
+                )
+    return messages
 
 
 def curves(run: RunLog, charts: Charts) -> Section:
@@ -91,7 +89,87 @@ def curve_figure(prefix: str, title: str, curves: Sequence[Curve], frame: XRange
     return figure(title, drawing, [curve.name for curve in curves])
 
 
-# -------------------------------------------------------------------------------- best values
+# --- time and memory --------------------------------------------------------------------------------------------------
+
+
+class TimeInterval(NamedTuple):
+    """Time between two lines of the log."""
+
+    update: float  # at the end
+    updates: float  # number of updates
+    seconds: dict[str, float]  # by phase
+
+
+def cost(run: RunLog) -> Section:
+    """Section "Time and memory": time per update, its phases, and peak memory."""
+    intervals = _time_intervals(run.train)
+    frame = XRange(*run.span)
+    timed = [{"update": s.update, "ms": 1e3 * sum(s.seconds.values()) / s.updates} for s in intervals]
+    figures = []
+    if timed:
+        figures.append(curve_figure("time", "Milliseconds per update", [curve(timed, "ms")], frame))
+    phases = list(dict.fromkeys(name for s in intervals for name in s.seconds if name))
+    if phases:
+        drawing = shares(_phase_curves(intervals, phases), frame, "phases", "Share of time of each phase over updates")
+        figures.append(figure("Share of time by phase", drawing, phases if len(phases) > 1 else ()))
+    memory = curve(run.train, "memory")
+    if memory.finite:
+        peak = max(value for _, value in memory.finite)
+        unit = next((name for name, size in MEMORY_UNITS.items() if peak >= size), "KiB")
+        scaled = memory._replace(points=[(x, y / MEMORY_UNITS[unit]) for x, y in memory.points])
+        figures.append(curve_figure("memory", f"Peak memory so far, {unit}", [scaled], frame))
+    content = columns("".join(figures))
+    if phases:
+        content += _phase_table(intervals, phases)
+    return Section("Time and memory", content)
+
+
+def _time_intervals(train: list[Line]) -> list[TimeInterval]:
+    """Time of each train line: by phase if the line has phases, otherwise its seconds under the name ""."""
+    intervals = []
+    previous = 0.0
+    for line in train:
+        update = line.get("update")
+        if not is_number(update) or not update > previous:
+            continue
+        phases: Any = line.get("phases")
+        seconds = {name: s for name, s in phases.items() if _is_time(s)} if isinstance(phases, dict) else {}
+        if not seconds and _is_time(line.get("seconds")):
+            seconds = {"": line["seconds"]}
+        if seconds:
+            intervals.append(TimeInterval(float(update), update - previous, seconds))
+        previous = float(update)
+    return intervals
+
+
+def _is_time(value: object) -> bool:
+    return is_number(value) and 0 <= value < float("inf")
+
+
+def _phase_curves(intervals: list[TimeInterval], phases: list[str]) -> list[Curve]:
+    """Seconds of each phase, summed over intervals of the run."""
+    count = min(len(intervals), INTERVALS)
+    edges = [k * len(intervals) // count for k in range(count + 1)]
+    groups = [intervals[start:end] for start, end in pairwise(edges)]
+    start = intervals[0].update - intervals[0].updates
+    updates = [start, *(group[-1].update for group in groups)]
+    sums = [{p: sum(s.seconds.get(p, 0.0) for s in group) for p in phases} for group in [groups[0], *groups]]
+    return [Curve(p, [(x, total[p]) for x, total in zip(updates, sums, strict=True)]) for p in phases]
+
+
+def _phase_table(intervals: list[TimeInterval], phases: list[str]) -> str:
+    with_phases = [s for s in intervals if "" not in s.seconds]
+    updates = sum(s.updates for s in with_phases)
+    totals = {p: sum(s.seconds.get(p, 0.0) for s in with_phases) for p in phases}
+    total = sum(totals.values())
+    per_update = aligned([1e3 * t / updates for t in (*totals.values(), total)])
+    seconds = aligned([*totals.values(), total])
+    percent = [f"{100 * t / total if total else 0:.1f} %" for t in (*totals.values(), total)]
+    rows = list(zip((*phases, "all"), per_update, percent, seconds, strict=True))
+    return table(("phase", "ms per update", "share", "total seconds"), rows, text_columns=1)
+
+
+# --- best values ------------------------------------------------------------------------------------------------------
 
 
 def measured_curves(run: RunLog) -> list[Curve]:
@@ -137,51 +215,42 @@ def extreme(values: Curve, extreme_name: str) -> Sequence[tuple[float, float]]:
     return [pick(values.finite, key=lambda point: point[1])] if values.finite else []
 
 
-# ------------------------------------------------------------------------------------- epochs
+# --- epochs and skipped updates ---------------------------------------------------------------------------------------
 
 
 def epochs(run: RunLog) -> Section:
     numbers = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
     all_epochs = sorted(epoch for epoch in numbers if isfinite(epoch))
-    shown = _evenly_spaced(all_epochs, MAX_EPOCHS)
+    epochs = all_epochs
+    if len(all_epochs) > MAX_EPOCHS:  # evenly spaced, with the first and the last
+        epochs = [all_epochs[k * (len(all_epochs) - 1) // (MAX_EPOCHS - 1)] for k in range(MAX_EPOCHS)]
     train = _last_of_epoch(run.train)
     validation = _last_of_epoch(run.validation)
     ends = _last_of_epoch(run.epoch)
+    seconds: dict[Any, Line] = {}  # sum over the train lines, each of which counts from the previous one
+    for line in run.train:
+        if is_number(line.get("epoch")) and is_number(line.get("seconds")):
+            so_far = seconds.get(line["epoch"], {"seconds": 0.0})
+            seconds[line["epoch"]] = {"seconds": so_far["seconds"] + line["seconds"]}
     sources = [("last train loss", train, "loss"), ("epoch loss", ends, "loss")]
     sources += [(f"validation {name}", validation, name) for name in run.metrics()]
-    sources += [("seconds", ends, "seconds"), ("train seconds", _seconds_of_epoch(run.train), "seconds")]
+    sources += [("seconds", ends, "seconds"), ("train seconds", seconds, "seconds")]
     columns = [
-        (title, [lines.get(epoch, {}).get(key) for epoch in shown])
+        (title, [lines.get(epoch, {}).get(key) for epoch in epochs])
         for title, lines, key in sources
         if any(is_number(line.get(key)) for line in lines.values())
     ]
-    rows = list(zip((f"{epoch:,}" for epoch in shown), *(aligned(values) for _, values in columns), strict=True))
+    rows = list(zip((f"{epoch:,}" for epoch in epochs), *(aligned(values) for _, values in columns), strict=True))
     if not rows:
         return Section("Epochs", "")
     content = table(("epoch", *(title for title, _ in columns)), rows, text_columns=0)
-    if len(shown) < len(all_epochs):
-        content += note_paragraph(f"{len(shown):,} of {len(all_epochs):,} epochs are shown.")
+    if len(epochs) < len(all_epochs):
+        content += note_paragraph(f"{len(epochs):,} of {len(all_epochs):,} epochs are shown.")
     return Section("Epochs", content)
-
-
-def _evenly_spaced(values: list[Any], limit: int) -> list[Any]:
-    """At most `limit` evenly spaced values, with the first and the last."""
-    if len(values) <= limit:
-        return values
-    return [values[k * (len(values) - 1) // (limit - 1)] for k in range(limit)]
 
 
 def _last_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
     return {line["epoch"]: line for line in lines if is_number(line.get("epoch"))}
-
-
-def _seconds_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
-    """Sum of seconds of each epoch; a train line counts from the previous one."""
-    timed = [line for line in lines if is_number(line.get("epoch")) and is_number(line.get("seconds"))]
-    sums = dict.fromkeys((line["epoch"] for line in timed), 0.0)
-    for line in timed:
-        sums[line["epoch"]] += line["seconds"]
-    return {epoch: {"seconds": seconds} for epoch, seconds in sums.items()}
 
 
 def skipped(run: RunLog) -> Section:

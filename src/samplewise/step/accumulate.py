@@ -16,6 +16,8 @@ from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.state import checksum
 from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.engine.gradients import Gradients, require_linear, with_larger_terms
+from samplewise.engine.ownership.independence import norms_only_recorded
+from samplewise.errors import SamplesInteractError
 from samplewise.parallel.mode import Parallel
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.nonfinite import problem_of_losses
@@ -172,7 +174,12 @@ class PerSampleAccumulator(Accumulator):
         )
         g = None
         if self._measures:
-            g = self.evaluator.gradients(losses, microbatch, checked=True)
+            try:
+                g = self.evaluator.gradients(losses, microbatch, checked=True)
+            except SamplesInteractError as error:
+                if self.chain.weighs:
+                    raise
+                raise norms_only_recorded(error) from None
             directions = self.directions if self.chain.samples.references else {}
             scale = self.evaluator.precision.scale
             measure(g, stats, self.chain.samples, directions, self.record_norms, scale)

@@ -31,6 +31,7 @@ from samplewise.engine.gradients import (
     track_terms,
 )
 from samplewise.engine.graph.hook_registry import note_hooks
+from samplewise.engine.ownership.independence import ALLOW
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.parallel.mode import Parallel
 from samplewise.step.config import Precision
@@ -197,6 +198,8 @@ class LossEvaluator:
                 return self.gradients_of(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
                 return self.gradients_of(scaled)
+            if not self.policy.allows_interaction:
+                raise SamplesInteractError(doubt.finding, [r for r in doubt.remedies if r != ALLOW]) from None
             raise
 
     def gradients_of(self, losses: Tensor, interacting: str = "refuse", checked: bool = False) -> Gradients:

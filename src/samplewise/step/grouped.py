@@ -98,9 +98,13 @@ class GroupedAccumulator(PerSampleAccumulator):
         mixing = mixing_batch_norms(self.evaluator.modules)
         # Only the engine's per-sample pass detects this, and it is not used here.
         if mixing and self.evaluator.interacting == "refuse":
+            remedies = ["call sw.freeze_batchnorm(model)", "use GroupNorm"]
+            if self.evaluator.policy.allows_interaction:
+                remedies.append("pass interacting='allow'")
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
-                f"mode: {listed(mixing)}. Call sw.freeze_batchnorm(model), use GroupNorm, or pass interacting='allow'."
+                f"mode: {listed(mixing)}.",
+                remedies,
             )
         stats = GroupAccumulation(self, groups, positions).run()
         return [] if stats is None else split(stats, [self.samples_in(microbatch) for microbatch in microbatches])

@@ -25,6 +25,7 @@ class OrdinaryUpdate:
     `PrivateUpdate` has the same hooks.
 
     visible: losses, norms and numbers of samples may be shown.
+    allows_interaction: interacting="allow" is not refused.
     empty_updates: a batch without samples is an update.
     needs_two_samples: checks of the first window are repeated until they had two samples to compare.
     nonfinite_policies: values of `on_nonfinite`; the first one is the default.
@@ -34,6 +35,7 @@ class OrdinaryUpdate:
     """
 
     visible = True
+    allows_interaction = True
     empty_updates = False
     needs_two_samples = False
     nonfinite_policies = ("raise", "skip", "ignore")

@@ -118,10 +118,11 @@ class Recheck:
             return
         difference += self._possible_constants(microbatch)
         if self.per_sample_gradients or self.every:
+            allow = "; or pass interacting='allow'" if self.evaluator.policy.allows_interaction else ""
             raise SamplesInteractError(
                 f"samples must not depend on each other if per-sample gradients are used; found that {difference}. "
                 "Look for batch statistics, and for losses computed from several samples. Mix samples (mixup) in "
-                "collate_fn, so that each loss depends on one row of the batch; or pass interacting='allow'."
+                f"collate_fn, so that each loss depends on one row of the batch{allow}."
             )
         if self._interacts:
             return

@@ -29,7 +29,12 @@ from samplewise.parallel.sharded_parameters import unsharded
 BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 REDUCTIONS = {"Mean", "Sum", "Var", "Std", "Cumsum", "Softmax", "LogSoftmax", "Amax", "Max", "Norm", "LinalgVectorNorm"}
 RULE = "the loss of a sample must not depend on other samples"
-REMEDY = "or pass interacting='allow' to sw.gradients or sw.Step to use the rows of the Jacobian."
+FREEZE = "call sw.freeze_batchnorm(model), which keeps BatchNorm in eval mode after model.train()"
+ALLOW = "pass interacting='allow' to sw.gradients or sw.Step to use the rows of the Jacobian"
+WITHOUT_NORMS = (
+    "No transform uses per-sample gradients here: sw.Ledger(norms=False), on the command line --ledger losses, records "
+    "the losses and trains this model unchanged."
+)
 
 
 def refuse_batch_norm(graph: Graph, modules: Iterable[nn.Module]) -> None:
@@ -51,10 +56,19 @@ def refuse_batch_norm(graph: Graph, modules: Iterable[nn.Module]) -> None:
     )
     raise SamplesInteractError(
         f"{RULE}; found BatchNorm {'with batch statistics' if untracked else 'in training mode'}: {listed(names)}. "
-        f"It normalizes with the statistics of the whole batch. {note if untracked else ''}Call "
-        "sw.freeze_batchnorm(model), which keeps BatchNorm in eval mode after model.train(), use GroupNorm, "
-        f"{REMEDY}"
+        f"It normalizes with the statistics of the whole batch. {note if untracked else ''}".rstrip(),
+        (FREEZE, "use GroupNorm", ALLOW),
     )
+
+
+def norms_only_recorded(error: SamplesInteractError) -> SamplesInteractError:
+    """The error if norms are recorded and no transform uses them: for BatchNorm, it names the ledger without norms
+    first. Other interactions may be mistakes, such as a broadcast, which such a ledger would hide.
+    """
+    if FREEZE not in error.remedies:
+        return error
+    remedies = [f"to record norms, {error.remedies[0]}", *error.remedies[1:]]
+    return SamplesInteractError(f"{error.finding} {WITHOUT_NORMS}", remedies)
 
 
 def _is_mixing_batch_norm(graph: Graph, node: Node) -> bool:
@@ -79,8 +93,8 @@ def refuse_sample_data(
         entering = f"of shape {tuple(what.shape)} enter below it ({graph.operations[node]}{_whereabouts(graph, node)})"
         if what.is_floating_point() or what.is_complex():
             raise SamplesInteractError(
-                f"{RULE}; found that {mixture}, and that sample data {entering}. "
-                f"Remove the operation that combines samples (a batch mean, in-batch negatives), {REMEDY}"
+                f"{RULE}; found that {mixture}, and that sample data {entering}.",
+                ("remove the operation that combines samples (a batch mean, in-batch negatives)", ALLOW),
             )
         warnings.warn(
             f"{mixture}, and integers {entering}: samples interact if these integers are sample data, "
@@ -122,8 +136,8 @@ def refuse_broadcast(graph: Graph) -> None:
         saved = _tensors(value for user in users for value in reader.take(user).values())
         if any(_is_broadcast(values.detach()) for values in saved if tuple(values.shape) == square):
             raise SamplesInteractError(
-                f"{RULE}; found a broadcast. {broadcast_cause(name, graph.samples)} If it is intended, write "
-                f"prediction.repeat(1, {graph.samples}), {REMEDY}"
+                f"{RULE}; found a broadcast. {broadcast_cause(name, graph.samples)}",
+                (f"if it is intended, write prediction.repeat(1, {graph.samples})", ALLOW),
             )
 
 

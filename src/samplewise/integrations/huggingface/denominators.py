@@ -47,7 +47,13 @@ class Denominators:
             if depends:
                 trainer.loss_is_scaled_for_ga = True
             elif depends is False:
-                self._set_unscaled()
+                trainer.loss_is_scaled_for_ga = False
+                trainer.model_accepts_loss_kwargs = False
+                logger.warning(
+                    "The loss of %s does not depend on num_items_in_batch, although the Trainer expects that it is "
+                    "divided by it. It is divided here, so that an update is the mean over all accumulated samples.",
+                    type(trainer.accelerator.unwrap_model(trainer.model)).__name__,
+                )
         if trainer.loss_is_scaled_for_ga is not None:
             return bool(trainer.loss_is_scaled_for_ga)
         return num_items is not None
@@ -61,16 +67,6 @@ class Denominators:
         ) or trainer.compute_loss_func is not None
         return several and expected
 
-    def _set_unscaled(self) -> None:
-        trainer = self.trainer
-        trainer.loss_is_scaled_for_ga = False
-        trainer.model_accepts_loss_kwargs = False
-        logger.warning(
-            "The loss of %s does not depend on num_items_in_batch, although the Trainer expects that it is divided by "
-            "it. It is divided here, so that an update is the mean over all accumulated samples.",
-            type(trainer.accelerator.unwrap_model(trainer.model)).__name__,
-        )
-
     def of_batch(self, inputs: Any, num_items: Any, scaled: bool) -> tuple[float, float]:
         """Factor that corrects the loss of one batch, and the denominator of its samples' losses after that.
 
@@ -83,7 +79,11 @@ class Denominators:
         factor = 1.0
         if not scaled:
             factor = self.trainer.current_gradient_accumulation_steps * ranks * float(self._count(inputs)) / total
-        return factor, total / ranks / _items_per_unit(inputs)
+        labels = inputs.get("labels")
+        values = 1  # of the label of a sample; 1 for class indices, whose loss is the sum over the tokens of a sample
+        if isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() > 1:
+            values = max(labels[0].numel(), 1)  # regression and multi-label: the loss of a sample is a mean over them
+        return factor, total / ranks / values
 
     def _ranks(self) -> int:
         """Number of ranks over which the items are counted."""
@@ -115,16 +115,6 @@ class Denominators:
         if "shift_labels" not in batch and getattr(self.trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
         return labels.ne(IGNORE_INDEX).reshape(len(labels), -1).sum(1)
-
-
-def _items_per_unit(batch: Any) -> int:
-    """Number of items in the loss of one sample that is a mean: the values of a label, for regression and multi-label
-    heads. 1 for class indices, whose loss is the sum over the tokens of a sample.
-    """
-    labels = batch.get("labels")
-    if isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() > 1:
-        return max(labels[0].numel(), 1)
-    return 1
 
 
 def depends_on_items(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:

@@ -39,12 +39,12 @@ class OutputsHook:
             self.remove()
             self._model = model
             inside = unwrap(model)
-            for module, kept in ((inside, "outputs"), (before_fused_head(inside), "inner")):
-                self._handles.append(module.register_forward_hook(partial(self._keep, kept)))
+            for module, name in ((inside, "outputs"), (before_fused_head(inside), "inner")):
+                self._handles.append(module.register_forward_hook(partial(self._append, name)))
 
-    def _keep(self, kept: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _append(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled() and module.training:
-            getattr(self, kept).append(output)
+            getattr(self, name).append(output)
 
     def discard(self) -> None:
         """Release the outputs, and with them the graph."""

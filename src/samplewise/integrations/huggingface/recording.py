@@ -1,4 +1,4 @@
-"""Recording of the samples of a trainer in a ledger, once per update, and its state in the trainer's checkpoints."""
+"""The ledger of a trainer: ids in its batches, rows once per update, its state in checkpoints, and previews."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 
 from samplewise.integrations.adapter import Adapter
 from samplewise.ledger.previews import TEXT_KEYS
-from samplewise.ledger.sample_ids import Indexed
+from samplewise.ledger.sample_ids import Columns, Indexed
 
 
 class TrainerLedger:
@@ -51,7 +51,10 @@ class TrainerLedger:
         items = None
         if self._indexed is not None:
             items = _preview_items(self._indexed.dataset, self._trainer.processing_class)
-        self._ledger._set_previews(items, _class_names(self._trainer.model))
+        names = getattr(getattr(self._trainer.model, "config", None), "id2label", None) or {}
+        classes = [str(name) for _, name in sorted(names.items())]
+        are_set = any(name != f"LABEL_{k}" for k, name in enumerate(classes))  # otherwise those of transformers
+        self._ledger._set_previews(items, classes if are_set else None)
 
     def save(self) -> None:
         """Write the rows so far, before a checkpoint. Every rank must call it."""
@@ -100,7 +103,39 @@ class LedgerCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"parts": self.parts}}
 
 
-# --- previews of samples in the report -------------------------------------------------------------------------------
+# --- ids in the batches -----------------------------------------------------------------------------------------------
+
+
+def with_id_column(argument: Any) -> Any:
+    """An argument of the trainer; a `datasets.Dataset` inside sw.Indexed becomes a dataset with the column "id".
+
+    TRL tokenizes, filters and shuffles a dataset with methods that only a `datasets.Dataset` has.
+    """
+    if not isinstance(argument, Indexed):
+        return argument
+    dataset = argument.dataset
+    try:
+        import datasets
+    except ImportError:
+        return argument
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return argument  # a function computes the items of the format "custom", and may leave out the ids
+    if "id" in dataset.column_names:
+        raise TypeError(
+            "Indexed must be able to add the column 'id' to a dataset; found one that has it. Pass the dataset without "
+            "sw.Indexed: sw.Ledger() reads its column 'id'."
+        )
+    return dataset.add_column("id", list(range(len(dataset))))
+
+
+def with_columns(batch: Any, columns: Columns) -> Any:
+    """The batch of the trainer's collator, which does not get the columns of the ledger."""
+    for key, values in columns.items():
+        batch[key] = values
+    return batch
+
+
+# --- previews of samples in the report --------------------------------------------------------------------------------
 
 
 def _preview_items(dataset: Any, processing_class: Any) -> Callable[[Any], Any]:
@@ -108,19 +143,12 @@ def _preview_items(dataset: Any, processing_class: Any) -> Callable[[Any], Any]:
     decode = getattr(processing_class, "decode", None)
 
     def item(index: Any) -> Any:
-        found = dataset[index]
-        if decode is None or not hasattr(found, "keys") or "input_ids" not in found:
-            return found
-        if any(key in found for key in TEXT_KEYS):
-            return found
-        label = {"label": found["labels"]} if "labels" in found else {}
-        return {"text": decode(found["input_ids"], skip_special_tokens=True), **label}
+        entries = dataset[index]
+        if decode is None or not hasattr(entries, "keys") or "input_ids" not in entries:
+            return entries
+        if any(key in entries for key in TEXT_KEYS):
+            return entries
+        label = {"label": entries["labels"]} if "labels" in entries else {}
+        return {"text": decode(entries["input_ids"], skip_special_tokens=True), **label}
 
     return item
-
-
-def _class_names(model: Any) -> list[str] | None:
-    """Names of the classes in the model's configuration; None if they are not set."""
-    names = getattr(getattr(model, "config", None), "id2label", None) or {}
-    ordered = [str(name) for _, name in sorted(names.items())]
-    return None if all(name == f"LABEL_{k}" for k, name in enumerate(ordered)) else ordered

@@ -1,9 +1,9 @@
-"""`PerSample`: mixin for the Trainer of transformers and for `trl.SFTTrainer`."""
+"""`PerSample`: mixin for the Trainer of transformers and for `trl.SFTTrainer`, and the settings that it refuses."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from samplewise.errors import BatchError, GraphError, LossesError
+from samplewise.errors import BatchError, DistributedError, GraphError, LossesError, SamplewiseError
 from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first, refuse_privacy
-from samplewise.integrations.huggingface.compatibility import check_supported
 from samplewise.integrations.huggingface.denominators import Denominators
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
-from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger
+from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_columns, with_id_column
 from samplewise.integrations.transformers_losses import KnownLosses, known_losses
 from samplewise.ledger.ledger import Ledger
-from samplewise.ledger.sample_ids import Columns, IdCollator, Indexed, split_entries
+from samplewise.ledger.sample_ids import IdCollator, Indexed, split_entries
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.backward import checked_chain
 from samplewise.transforms.chain import Transforms
@@ -82,7 +81,7 @@ class PerSample(Base):
         self._adapter = Adapter(checked_chain(transforms), ledger)
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self)
-        indexed = next((each for each in (*args, *kwargs.values()) if isinstance(each, Indexed)), None)
+        indexed = next((value for value in (*args, *kwargs.values()) if isinstance(value, Indexed)), None)
         self._ledger = TrainerLedger(self._adapter, indexed)
         super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
         check_supported(self)
@@ -107,7 +106,14 @@ class PerSample(Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         check_supported(self)
-        self._announce_max_grad_norm()
+        clips = next((t for t in self._adapter.chain.samples.transforms if t.name.startswith("clip(")), None)
+        if clips is not None and self.args.max_grad_norm > 0:
+            logger.warning(
+                "max_grad_norm=%g of the TrainingArguments (default 1.0) also clips the sum of the gradients, after "
+                "%s of each sample. Set max_grad_norm=0 to leave that out.",
+                self.args.max_grad_norm,
+                clips,
+            )
         self._ledger.begin(self)
         with self._adapter.training():
             try:
@@ -120,7 +126,7 @@ class PerSample(Base):
         collator = self.data_collator
         extra = self._extra_columns()
         columns = self._signature_columns
-        self.data_collator = IdCollator(collator, partial(split_entries, keys=extra), _with_columns)
+        self.data_collator = IdCollator(collator, partial(split_entries, keys=extra), with_columns)
         self._signature_columns = [*columns, *extra]
         try:
             return super().get_train_dataloader()
@@ -148,13 +154,13 @@ class PerSample(Base):
         self._outputs_hook.watch(model, self.accelerator.unwrap_model)
         factors: list[float] = []
 
-        def replaced(loss: Tensor) -> None:
+        def backward(loss: Tensor) -> None:
             factor, denominator = self._denominators.of_batch(inputs, num_items, scaled)
             factors.append(factor)
             loss = loss if factor == 1 else loss * factor
             self._backward(loss, model, batch, denominator)
 
-        with _replaced_backward(self.accelerator, replaced):
+        with _replace_backward(self.accelerator, backward):
             loss = super().training_step(model, inputs, num_items)
         self._outputs_hook.discard()
         if len(factors) != 1:
@@ -184,49 +190,39 @@ class PerSample(Base):
     def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float) -> None:
         """Backward pass of one batch, with transforms, and its results for the ledger."""
         rows = _rows(batch, self._adapter.id_key)
-        known = self._known_losses(loss, batch, denominator)
+        samples = self._sample_losses(loss, batch, denominator)
         values = BatchLoss(
             loss,
             per_sample_outputs(self._outputs_hook.inner, rows) if self._adapter.per_sample else [],
             rows,
-            losses=None if known is None else known.losses,
-            counts=self._denominators.counts(batch) if known is None else known.counts,
-            columns=None if known is None else known.columns,
+            losses=None if samples is None else samples.losses,
+            counts=self._denominators.counts(batch) if samples is None else samples.counts,
+            columns=None if samples is None else samples.columns,
         )
         self._adapter.backward(values, model, self.accelerator, denominator, batch)
 
-    def _known_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
-        """Losses of the samples; NaN if they do not add up to the loss of the trainer."""
-        reads = next((t for t in self._adapter.chain.samples.transforms if "losses" in t.needs), None)
+    def _sample_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
+        """Losses of the samples, checked against the loss of the trainer; None if they are not known or not read."""
         forward = self._outputs_hook.outputs
         if not forward or not self._adapter.reads_losses:
             return None
         with torch.no_grad():
-            known = self.per_sample_losses(forward[0], batch)
-            if known is None:
+            samples = self.per_sample_losses(forward[0], batch)
+            if samples is None:
                 return None
-            known = known.checked(loss, denominator)
-        if reads is not None and bool(known.losses.isnan().any()):
+            samples = samples.checked(loss, denominator)
+        reader = next((t for t in self._adapter.chain.samples.transforms if "losses" in t.needs), None)
+        if reader is not None and bool(samples.losses.isnan().any()):
             raise LossesError(
-                f"{reads} must get the losses of the samples; found that those of per_sample_losses do not add up to "
+                f"{reader} must get the losses of the samples; found that those of per_sample_losses do not add up to "
                 "the loss of the trainer. Override per_sample_losses for your criterion."
             )
-        return known
-
-    def _announce_max_grad_norm(self) -> None:
-        clips = next((t for t in self._adapter.chain.samples.transforms if t.name.startswith("clip(")), None)
-        if clips is not None and self.args.max_grad_norm > 0:
-            logger.warning(
-                "max_grad_norm=%g of the TrainingArguments (default 1.0) also clips the sum of the gradients, after "
-                "%s of each sample. Set max_grad_norm=0 to leave that out.",
-                self.args.max_grad_norm,
-                clips,
-            )
+        return samples
 
 
 @contextmanager
-def _replaced_backward(accelerator: Any, replaced: Any) -> Iterator[None]:
-    """Context manager: the next call of accelerator.backward calls `replaced`, in which it is the original again."""
+def _replace_backward(accelerator: Any, backward: Callable[[Tensor], None]) -> Iterator[None]:
+    """Context manager: the next call of accelerator.backward calls `backward`, in which it is the original again."""
     before = vars(accelerator).get("backward")
 
     def restore() -> None:
@@ -236,7 +232,7 @@ def _replaced_backward(accelerator: Any, replaced: Any) -> Iterator[None]:
 
     def call(loss: Tensor, **options: Any) -> None:
         restore()
-        replaced(loss)
+        backward(loss)
         accelerator.backward = call
 
     accelerator.backward = call
@@ -257,36 +253,52 @@ def _rows(batch: Any, id_key: Any) -> int:
     return len(tensors[0])
 
 
-# --- ids -------------------------------------------------------------------------------------------------------------
+# --- refused settings -------------------------------------------------------------------------------------------------
 
 
-def with_id_column(argument: Any) -> Any:
-    """An argument of the trainer; a `datasets.Dataset` inside sw.Indexed becomes a dataset with the column "id".
-
-    TRL tokenizes, filters and shuffles a dataset with methods that only a `datasets.Dataset` has.
-    """
-    if not isinstance(argument, Indexed) or not _is_table(argument.dataset):
-        return argument
-    dataset = argument.dataset
-    if "id" in dataset.column_names:
-        raise TypeError(
-            "Indexed must be able to add the column 'id' to a dataset; found one that has it. Pass the dataset without "
-            "sw.Indexed: sw.Ledger() reads its column 'id'."
+def check_supported(trainer: Any) -> None:
+    """Raise an error for settings with which the samples' gradients are not known."""
+    args = trainer.args
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if trainer.is_deepspeed_enabled:
+        raise _unsupported("DeepSpeed, which runs its own backward pass", "Use DDP or FSDP2")
+    if args.n_gpu > 1:
+        raise _unsupported(
+            "nn.DataParallel, whose replicas are not the model's parameters",
+            "Start one process per device with torchrun or accelerate launch",
         )
-    return dataset.add_column("id", list(range(len(dataset))))
+    if parallelism is not None and (parallelism.cp_size > 1 or parallelism.sp_size > 1):
+        raise _unsupported(
+            "context or sequence parallelism, in which a rank has parts of samples", "Leave out parallelism_config"
+        )
+    if trainer.get_tp_size() > 1 or getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise _unsupported("a model that transformers has sharded when it was loaded", "Use DDP or FSDP2")
+    if args.torch_compile:
+        raise _unsupported("torch_compile=True, after which the graph cannot be read", "Leave it out", GraphError)
+    if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
+        raise _unsupported(
+            f"optim={str(getattr(args.optim, 'value', args.optim))!r}, which updates parameters during the backward "
+            "pass",
+            "Use another optimizer",
+            GraphError,
+        )
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        raise _unsupported("FSDP version 1, which flattens parameters", "Set fsdp_version=2 in fsdp_config")
+    # Rows of the outputs must be samples of the dataset.
+    packing = getattr(trainer.args, "packing", False)
+    flattened = getattr(trainer, "padding_free", False) or type(trainer.data_collator).__name__.endswith("Flattening")
+    if packing or flattened:
+        raise _unsupported(
+            f"{'packing' if packing else 'padding-free batches'}, in which a row has tokens of several samples",
+            "Set packing=False and padding_free=False, and use a collator that pads",
+            GraphError,
+        )
+    for cls in type(trainer).__mro__:
+        if cls.__module__.startswith("trl.") and cls.__name__ not in ("SFTTrainer", "_BaseTrainer"):
+            raise _unsupported(
+                f"{cls.__name__}, whose loss compares or generates several rows per sample", "Use trl.SFTTrainer"
+            )
 
 
-def _is_table(dataset: Any) -> bool:
-    """True for a `datasets.Dataset`, unless a function computes its items, which may leave out the ids."""
-    try:
-        import datasets
-    except ImportError:
-        return False
-    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
-
-
-def _with_columns(batch: Any, columns: Columns) -> Any:
-    """The batch of the trainer's collator, which does not get the columns of the ledger."""
-    for key, values in columns.items():
-        batch[key] = values
-    return batch
+def _unsupported(setting: str, remedy: str, error: type[SamplewiseError] = DistributedError) -> SamplewiseError:
+    return error(f"PerSample must get the gradient of each sample; found {setting}. {remedy}.")

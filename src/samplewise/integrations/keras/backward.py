@@ -1,22 +1,108 @@
-"""Backward pass of a Keras training step with the torch backend: per-sample transforms, and additional losses whole."""
+"""A training step of a PerSample model: its settings, its backward pass and the number of its update.
+
+Per-sample transforms act on the compiled loss; additional losses, those of `add_loss` and of regularizers, are whole.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 from keras import tree
-from keras.src import backend
+from keras.src.saving.keras_saveable import KerasSaveable
 from torch import Tensor
 
-from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
-from samplewise.errors import LossesError, SamplesInteractError
+from samplewise.errors import LedgerError, SamplesInteractError
 from samplewise.integrations.adapter import Adapter, BatchLoss
 from samplewise.integrations.keras.gradients import named_variables
-from samplewise.integrations.keras.sample_losses import sample_losses
+from samplewise.integrations.keras.losses import columns_of_predictions, denominator, losses_of_samples
+from samplewise.ledger.ledger import Ledger
+from samplewise.transforms.chain import as_chain
 
-AVERAGES = ("sum_over_batch_size", "mean", "none", None)
+
+class Settings(KerasSaveable):
+    """Transforms and ledger of a model. Keras saves and loads it with the weights, as an attribute of the model."""
+
+    def __init__(self, transforms: Any, ledger: Ledger | None):
+        if ledger is not None and not isinstance(ledger, Ledger):
+            raise TypeError(
+                f"ledger must be an sw.Ledger; found {type(ledger).__name__}. Pass sw.Ledger('runs/first')."
+            )
+        if ledger is not None and ledger.run is None:
+            raise ValueError(
+                "the ledger must have a run directory of its own, because Keras has none; found none. Pass "
+                "sw.Ledger('runs/first')."
+            )
+        self.adapter = Adapter(as_chain(transforms), ledger)
+        self.ledger = ledger
+        self.epoch = 0
+        self.additional: AdditionalLosses | None = None  # set while the loss of a training step is computed
+
+    def check_ids(self, ids: Any) -> None:
+        if self.ledger is not None and ids is None:
+            raise LedgerError(
+                "a batch must have the ids of its samples to be recorded in a ledger; found none. Pass arrays to fit, "
+                f"a dict x with the key {self.adapter.id_key!r}, or a DataLoader of sw.Indexed(dataset)."
+            )
+
+    def with_epochs(self, callbacks: Any) -> Any:
+        """The argument `callbacks` of `fit`, with one that keeps the number of the epoch."""
+        counter = _EpochCounter(self)
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks.append(counter)
+            return callbacks
+        if not isinstance(callbacks, (list, tuple)):
+            callbacks = [] if callbacks is None else [callbacks]
+        return [counter, *callbacks]
+
+    @contextmanager
+    def separate_losses(self) -> Iterator[AdditionalLosses]:
+        """Context manager: the total loss computed in the block has leaves in place of the additional losses."""
+        self.additional = AdditionalLosses()
+        try:
+            yield self.additional
+        finally:
+            self.additional = None
+
+    # --- state, saved by Keras with the weights ----------------------------------------------------------------------
+
+    def _obj_type(self) -> str:
+        return "Loss"  # Keras skips the attributes of its own class of this name when it looks for more state
+
+    def save_own_variables(self, store: Any) -> None:
+        if self.ledger is not None:
+            state = {"directory": str(self.ledger.run), "state": self.ledger.state_dict()}
+            store["ledger"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Continue the ledger after the saved rows. The state of a ledger in another directory is ignored."""
+        if self.ledger is not None and "ledger" in set(store.keys()):
+            saved = json.loads(bytes(np.asarray(store["ledger"])))
+            if saved["directory"] == str(self.ledger.run):
+                self.ledger.load_state_dict(saved["state"])
+
+
+class _EpochCounter(keras.callbacks.Callback):
+    """Keeps the number of the epoch, and opens the ledger when other callbacks may have loaded its state."""
+
+    def __init__(self, settings: Settings):
+        super().__init__()
+        self._settings = settings
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._settings.epoch = epoch
+        ledger = self._settings.ledger
+        if ledger is not None and ledger.run is not None:
+            ledger._prepare(ledger.run)
+
+
+# --- backward pass ----------------------------------------------------------------------------------------------------
 
 
 class AdditionalLosses:
@@ -49,14 +135,14 @@ class BackwardPass:
         self.loss = loss
         # Read by sw.backward: an optimizer with a dynamic scale skips updates with non-finite gradients.
         self.scaler = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
-        self.backward = self._with_additional if additional.losses else self._plain
+        self.backward = self._backward_with_additional if additional.losses else self._backward
         self._optimizer = optimizer
         self._additional = additional
 
-    def _plain(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def _backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         self._optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
 
-    def _with_additional(self, loss: Tensor) -> None:
+    def _backward_with_additional(self, loss: Tensor) -> None:
         """Run one pass for all losses. Without an argument retain_graph, so that sw.backward does not compute norms in
         this pass, in which they would include the additional losses. It also measures the loss scale with a tensor that
         does not contain them.
@@ -111,68 +197,19 @@ def run_backward(
         raise
 
 
-def compiled_losses(model: Any) -> list[Any]:
-    """(path, loss, weight, name) of each output, after the first call of the compiled loss; empty if the model computes
-    its loss itself.
-    """
-    own = type(model).compute_loss is not keras.Model.compute_loss
-    return [] if own or model._compile_loss is None else list(model._compile_loss._flat_losses or ())
+# --- update -----------------------------------------------------------------------------------------------------------
 
 
-def denominator(model: Any, samples: int, sample_weight: Any) -> float:
-    """Divisor of the sum over samples in the reduction of the compiled loss. If the model overrides `compute_loss`,
-    the number of samples, as for a mean.
-    """
-    reductions = {each.loss.reduction for each in compiled_losses(model)} or {None}
-    if reductions <= set(AVERAGES):
-        return samples
-    if reductions == {"sum"}:
-        return 1
-    if reductions == {"mean_with_sample_weight"} and not tree.is_nested(sample_weight):
-        return samples if sample_weight is None else float(torch.as_tensor(sample_weight).sum()) or samples
-    raise LossesError(
-        "the losses of all outputs must be divided by the same number, and by one sum of sample weights; found the "
-        f"reductions {', '.join(sorted(map(str, reductions)))}. Use one reduction, without weights of single outputs."
-    )
+@dataclass(frozen=True)
+class BatchUpdate:
+    """Number of updates applied before a batch, and whether the optimizer skips the one of the batch."""
+
+    index: int
+    skipped: bool
 
 
-def losses_of_samples(model: Any, y: Any, y_pred: Any) -> Tensor | None:
-    """Losses (B,) without sample weights, detached; weighted and added up for several outputs. None if unknown."""
-    compiled = compiled_losses(model)
-    total: Tensor | None = None
-    with torch.no_grad():
-        for path, loss, weight, _ in compiled:
-            try:
-                losses = sample_losses(loss, _at(y, path), _at(y_pred, path))
-            except (LossesError, LookupError, TypeError):
-                return None
-            losses = losses if weight is None else losses * weight
-            total = losses if total is None else total + losses
-    return total
-
-
-def _at(structure: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        structure = structure[key]
-    return structure
-
-
-def columns_of_predictions(model: Any, y: Any, y_pred: Any) -> dict[str, Tensor] | None:
-    """Columns label, prediction and margin for a categorical cross-entropy with one class per sample, else None."""
-    compiled = compiled_losses(model)
-    function = getattr(compiled[0].loss, "fn", None) if len(compiled) == 1 else None
-    if function not in (keras.losses.sparse_categorical_crossentropy, keras.losses.categorical_crossentropy):
-        return None
-    if not isinstance(y_pred, Tensor) or y_pred.dim() != 2:
-        return None
-    options = compiled[0].loss._fn_kwargs
-    scores = y_pred.detach()
-    if not options.get("from_logits", False):
-        scores = scores.clamp(min=backend.epsilon()).log()  # differences of logarithms are those of logits
-    labels = torch.as_tensor(y)
-    if function is keras.losses.categorical_crossentropy:
-        labels = labels.argmax(1)
-    elif labels.dim() == 2:
-        labels = labels.squeeze(1)
-    ignored = options.get("ignore_class")
-    return prediction_columns(scores, labels.long(), -1 if ignored is None else ignored, PREDICTION_COLUMNS)
+def next_update(optimizer: Any, gradients: list[Tensor | None]) -> BatchUpdate:
+    """The update that a batch with these gradients belongs to."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return BatchUpdate(int(optimizer.inner_optimizer.iterations), not bool(optimizer.check_finite(gradients)))
+    return BatchUpdate(int(optimizer.iterations), False)

@@ -13,8 +13,8 @@ from samplewise.engine.gradients import Gradients
 from samplewise.engine.gradients import gradients as torch_gradients
 from samplewise.engine.inputs import input_gradients as torch_input_gradients
 from samplewise.errors import BatchError, ParameterError
+from samplewise.integrations.keras.losses import sample_losses
 from samplewise.integrations.keras.row_gradients import RowGradients, SampleRows
-from samplewise.integrations.keras.sample_losses import sample_losses
 
 
 def gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microbatch = "auto") -> Gradients | RowGradients:
@@ -58,7 +58,7 @@ def input_gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microb
         losses = sample_losses(loss, y, model(x, training=False))
         return tree.map_structure(lambda v: torch_input_gradients(losses, v), x)
     rows = SampleRows(model, x, y, loss, inputs=True, microbatch=as_microbatch(microbatch))
-    chunks = [found for _, found in rows.chunks()]
+    chunks = [gradients_of_chunk for _, gradients_of_chunk in rows.chunks()]
     return tree.pack_sequence_as(x, [ops.concatenate(parts) for parts in zip(*chunks, strict=True)])
 
 

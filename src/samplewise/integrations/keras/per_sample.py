@@ -1,23 +1,34 @@
-"""`PerSample`: mixin for Keras models with the torch backend; `fit` with per-sample transforms and a ledger."""
+"""`PerSample`: mixin for Keras models with the torch backend; `fit` with per-sample transforms and a ledger.
+
+The ledger needs ids of the samples, which are removed before the model is called:
+
+arrays                          the row number; `fit` adds it, and Keras shuffles it with the rows
+a dict x with the key of ids    x[key]; the model does not get it, unless it is one of its inputs
+a DataLoader of `sw.Indexed`    the index of the dataset, last element of each batch
+"""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
+import numpy as np
 import torch
 from keras import tree
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 
 from samplewise.errors import DistributedError
 from samplewise.integrations.adapter import check_comes_first, refuse_privacy
-from samplewise.integrations.keras.backward import run_backward
-from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
-from samplewise.integrations.keras.settings import Settings, next_update
+from samplewise.integrations.keras.backward import Settings, next_update, run_backward
 from samplewise.ledger.ledger import Ledger
+from samplewise.ledger.sample_ids import IndexedItem, split_entries
 from samplewise.parallel import collectives
+
+ROWS = "samplewise rows"
+ARRAYS = "samplewise arrays"
 
 if TYPE_CHECKING:
     Base = Any  # a keras.Model; known only in the class that uses the mixin
@@ -61,9 +72,9 @@ class PerSample(Base):
         if not isinstance(model, keras.Model):
             raise TypeError(f"PerSample.of needs a keras.Model; found {type(model).__name__}.")
         if not isinstance(model, PerSample):
-            own = type(model)
-            names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-            model.__class__ = type(own.__name__, (PerSample, own), names)
+            cls = type(model)
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            model.__class__ = type(cls.__name__, (PerSample, cls), names)
             model.compiled = False
         return model
 
@@ -78,7 +89,13 @@ class PerSample(Base):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         settings = self._checked_settings()
-        _refuse_ranks()
+        ranks = collectives.size()
+        if ranks > 1:
+            raise DistributedError(
+                "fit must run in a single process, because Keras does not average gradients over ranks with the torch "
+                f"backend; found {ranks} ranks. Use DistributedDataParallel(model) and sw.backward in your own loop, "
+                "or sw.Step."
+            )
         arguments = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         arguments["callbacks"] = settings.with_epochs(arguments.get("callbacks"))
         if settings.ledger is not None:
@@ -92,7 +109,7 @@ class PerSample(Base):
         adapter = settings.adapter
         adapter.take_passes()  # of an update that was not made because of an error
         model: Any = self
-        data, ids, columns = self._split(data)
+        data, ids, columns = self._splitter().split(data)
         settings.check_ids(ids)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
@@ -115,13 +132,10 @@ class PerSample(Base):
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def test_step(self, data: Any) -> Any:
-        return super().test_step(self._split(data).data)
+        return super().test_step(self._splitter().split(data).data)
 
     def predict_step(self, data: Any) -> Any:
-        return super().predict_step(self._split(data).data)
-
-    def _split(self, data: Any) -> SplitBatch:
-        return self._splitter().split(data)
+        return super().predict_step(self._splitter().split(data).data)
 
     def _splitter(self) -> BatchSplitter:
         return BatchSplitter(self, None if self._per_sample is None else self._per_sample.ledger)
@@ -131,7 +145,7 @@ class PerSample(Base):
         if iterator is not None:
             iterator = self._splitter().epoch(iterator)
         if data_batch is not None:
-            data_batch = self._split(data_batch).data
+            data_batch = self._splitter().split(data_batch).data
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
@@ -171,11 +185,50 @@ def _refuse_jit(model: Any) -> None:
         )
 
 
-def _refuse_ranks() -> None:
-    ranks = collectives.size()
-    if ranks > 1:
-        raise DistributedError(
-            "fit must run in a single process, because Keras does not average gradients over ranks with the torch "
-            f"backend; found {ranks} ranks. Use DistributedDataParallel(model) and sw.backward in your own loop, or "
-            "sw.Step."
-        )
+# --- ids in the batches -----------------------------------------------------------------------------------------------
+
+
+def with_row_numbers(x: Any, key: Hashable) -> Any:
+    """x with the row numbers of arrays; anything else, and a dict that has ids, is returned unchanged."""
+    has_ids = isinstance(x, dict) and key in x
+    if x is None or has_ids or not can_convert_arrays(x):
+        return x
+    return {ARRAYS: x, ROWS: np.arange(len(tree.flatten(x)[0]))}
+
+
+class SplitBatch(NamedTuple):
+    """Batch of a training step."""
+
+    data: Any  # (x, y, sample_weight) as Keras expects it
+    ids: Any  # of its samples; None if there are none
+    columns: dict[Hashable, Any]  # entries of a dict x, including those that the model does not get
+
+
+class BatchSplitter:
+    """Separates ids, and other columns of the ledger, from the inputs of a model."""
+
+    def __init__(self, model: Any, ledger: Ledger | None):
+        self._id = None if ledger is None else ledger.keys["id"]
+        recorded = set() if ledger is None else set(ledger.keys.values())
+        structure = getattr(model, "input", None)  # of a functional model
+        inputs = {tensor.name for tensor in getattr(model, "inputs", None) or ()}
+        inputs |= set(structure) if isinstance(structure, dict) else set()
+        # If the inputs of the model are not known, all but the ids are inputs.
+        self._hidden = recorded - inputs if inputs else recorded & {self._id}
+
+    def split(self, data: Any) -> SplitBatch:
+        if isinstance(data, IndexedItem):
+            return SplitBatch(data.without_id(), data.id, {})
+        x, *targets = data if isinstance(data, (tuple, list)) else (data,)  # y and sample_weight
+        ids = None
+        if isinstance(x, dict) and ROWS in x:
+            ids = x[ROWS]
+            x = x[ARRAYS]
+        columns = dict(x) if isinstance(x, dict) else {}
+        x, _ = split_entries(x, self._hidden)
+        return SplitBatch((x, *targets), columns.get(self._id) if ids is None else ids, columns)
+
+    def epoch(self, batches: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+        """Yield the elements of a Keras epoch iterator without ids."""
+        for begin, end, data in batches:
+            yield begin, end, [self.split(batch).data for batch in data]

@@ -14,9 +14,10 @@ from keras import ops, tree
 from samplewise.core.memory import Auto
 from samplewise.engine.deferred_checks import finite_losses
 from samplewise.errors import ParameterError, SamplesInteractError
-from samplewise.integrations.keras.sample_losses import sample_losses
+from samplewise.integrations.keras.losses import sample_losses
 
 MEMORY = 2**30  # bytes of rows that are computed at a time
+HALF = ("float16", "bfloat16")  # rows of these dtypes are cast to float32
 
 Rows = list[Any]  # one tensor (n, *shape) for each variable
 RowsFunction = Callable[[Any, Any], tuple[Any, Rows]]
@@ -32,45 +33,41 @@ class SampleRows:
         self.losses = sample_losses(loss, y, model(x, training=False))
         finite_losses(torch.tensor(ops.convert_to_numpy(self.losses)))
         self.samples = int(self.losses.shape[0])
-        wanted = tree.flatten(x) if inputs else model.trainable_variables
-        self.shapes = [tuple(v.shape)[1:] if inputs else tuple(v.shape) for v in wanted]
+        variables = tree.flatten(x) if inputs else model.trainable_variables
+        self.shapes = [tuple(v.shape)[1:] if inputs else tuple(v.shape) for v in variables]
         if isinstance(microbatch, Auto):
-            row = sum(map(_bytes, wanted)) // (self.samples if inputs else 1)
+            row = sum(map(_bytes, variables)) // (self.samples if inputs else 1)
             microbatch = max(1, (microbatch.memory or MEMORY) // max(1, row))
         self._chunk = microbatch or self.samples
         self._precision = keras.dtype_policies.get(model.dtype_policy).compute_dtype
-        self._kept: Rows | None = None
+        self._single_chunk: Rows | None = None  # rows of all samples, once they are computed
 
     def chunks(self) -> Iterator[tuple[slice, Rows]]:
         """Yield the samples of each chunk and their rows."""
         for start in range(0, self.samples, self._chunk):
             samples = slice(start, min(start + self._chunk, self.samples))
-            yield samples, self._computed(samples)
-
-    def _computed(self, samples: slice) -> Rows:
-        if self._kept is not None:
-            return self._kept
-        x, y = tree.map_structure(lambda v: v[samples], (self._x, self._y))
-        losses, rows = self._rows(x, y)
-        self._check_alone(losses, self.losses[samples])
-        rows = [ops.cast(r, "float32") if r.dtype in HALF else r for r in rows]
-        if self._chunk >= self.samples:
-            self._kept = rows
-        return rows
+            if self._single_chunk is not None:
+                yield samples, self._single_chunk
+                return
+            x, y = tree.map_structure(lambda v, samples=samples: v[samples], (self._x, self._y))
+            losses, rows = self._rows(x, y)
+            self._check_alone(losses, self.losses[samples])
+            rows = [ops.cast(r, "float32") if r.dtype in HALF else r for r in rows]
+            if self._chunk >= self.samples:
+                self._single_chunk = rows
+            yield samples, rows
 
     def _check_alone(self, alone: Any, in_batch: Any) -> None:
         """Compare the losses of samples computed one by one with those of the batch."""
-        one, other = (torch.tensor(ops.convert_to_numpy(v)).double() for v in (alone, in_batch))
+        single, batched = (torch.tensor(ops.convert_to_numpy(v)).double() for v in (alone, in_batch))
+        difference = (single - batched).abs().max()
         tolerance = torch.finfo(getattr(torch, self._precision)).eps ** 0.5
-        if (one - other).abs().max() > tolerance * other.abs().max().clamp(min=1):
+        if difference > tolerance * batched.abs().max().clamp(min=1):
             raise SamplesInteractError(
                 "the loss of a sample must not depend on the other samples of the batch, and variables must not change "
-                f"before the gradients are computed; found losses that differ by {(one - other).abs().max():.3g} if "
+                f"before the gradients are computed; found losses that differ by {difference:.3g} if "
                 "each sample is alone in a batch. Remove layers and losses that combine samples."
             )
-
-
-HALF = ("float16", "bfloat16")
 
 
 def _bytes(v: Any) -> int:
@@ -120,12 +117,18 @@ class RowGradients:
 
         If the rows do not fit into the memory budget, those of `other` are computed again for each chunk.
         """
-        others = self._rows if other is None else self._checked_other(other)
+        if not (other is None or (isinstance(other, RowGradients) and other.names == self.names)):
+            raise ParameterError(
+                "gram needs other gradients of the same variables; found "
+                f"{'other variables' if isinstance(other, RowGradients) else type(other).__name__}. Pass the same "
+                "model to both calls of gradients."
+            )
+        columns = self._rows if other is None else other._rows
 
         def block(rows: Rows) -> Any:
             blocks = [
-                sum(ops.matmul(_flat(r), ops.transpose(_flat(t))) for r, t in zip(rows, theirs, strict=True))
-                for _, theirs in others.chunks()
+                sum(ops.matmul(_flat(r), ops.transpose(_flat(t))) for r, t in zip(rows, column_rows, strict=True))
+                for _, column_rows in columns.chunks()
             ]
             return ops.concatenate(blocks, axis=1)
 
@@ -171,15 +174,6 @@ class RowGradients:
                 )
         return [direction[name] for name in self.names]
 
-    def _checked_other(self, other: RowGradients) -> SampleRows:
-        if not isinstance(other, RowGradients) or other.names != self.names:
-            raise ParameterError(
-                "gram needs other gradients of the same variables; found "
-                f"{'other variables' if isinstance(other, RowGradients) else type(other).__name__}. Pass the same "
-                "model to both calls of gradients."
-            )
-        return other._rows
-
 
 def _flat(rows: Any) -> Any:
     return ops.reshape(rows, (rows.shape[0], -1))
@@ -216,18 +210,18 @@ def _tensorflow(model: Callable[[], Any], loss: Any, inputs: bool) -> RowsFuncti
 
     def one(sample: tuple[Any, Any]) -> tuple[Any, Rows]:
         x, y = tree.map_structure(lambda v: ops.expand_dims(v, 0), sample)
-        wanted = tree.flatten(x) if inputs else [v.value for v in model().trainable_variables]
+        tensors = tree.flatten(x) if inputs else [v.value for v in model().trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(wanted)
+            tape.watch(tensors)
             value = sample_losses(loss, y, model()(x, training=False))[0]
-        found = tape.gradient(value, wanted, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients = tape.gradient(value, tensors, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         value = ops.cast(value, keras.config.floatx())
         # Gradients of embeddings are IndexedSlices.
-        return value, [tf.convert_to_tensor(g)[0] if inputs else tf.convert_to_tensor(g) for g in found]
+        return value, [tf.convert_to_tensor(g)[0] if inputs else tf.convert_to_tensor(g) for g in gradients]
 
     def one_by_one(x: Any, y: Any) -> Any:
-        wanted = tree.flatten(x) if inputs else model().trainable_variables
-        return tf.map_fn(one, (x, y), fn_output_signature=(keras.config.floatx(), [v.dtype for v in wanted]))
+        tensors = tree.flatten(x) if inputs else model().trainable_variables
+        return tf.map_fn(one, (x, y), fn_output_signature=(keras.config.floatx(), [v.dtype for v in tensors]))
 
     def vectorized(x: Any, y: Any) -> Any:
         return tf.vectorized_map(one, (x, y))
@@ -256,19 +250,19 @@ def _jax(model: Callable[[], Any], loss: Any, inputs: bool) -> RowsFunction:
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             return sample_losses(loss, y, model()(x, training=False))[0]
 
-    def value_and_grad(trainable: list[Any], others: list[Any], leaves: list[Any], y: Any, structure: Any) -> Any:
+    def value_and_grad(trainable: list[Any], frozen: list[Any], leaves: list[Any], y: Any, structure: Any) -> Any:
         if inputs:
-            return jax.value_and_grad(lambda at: one(trainable + others, at, y, structure))(leaves)
-        return jax.value_and_grad(lambda at: one(at + others, leaves, y, structure))(trainable)
+            return jax.value_and_grad(lambda at: one(trainable + frozen, at, y, structure))(leaves)
+        return jax.value_and_grad(lambda at: one(at + frozen, leaves, y, structure))(trainable)
 
-    def rows(trainable: list[Any], others: list[Any], x: Any, y: Any) -> tuple[Any, Rows]:
-        return jax.vmap(lambda leaves, y: value_and_grad(trainable, others, leaves, y, x))(tree.flatten(x), y)
+    def rows(trainable: list[Any], frozen: list[Any], x: Any, y: Any) -> tuple[Any, Rows]:
+        return jax.vmap(lambda leaves, y: value_and_grad(trainable, frozen, leaves, y, x))(tree.flatten(x), y)
 
     compiled = jax.jit(rows)
 
     def with_values(x: Any, y: Any) -> tuple[Any, Rows]:
         trainable = [v.value for v in model().trainable_variables]
-        others = [v.value for v in model().non_trainable_variables]
-        return compiled(trainable, others, x, y)
+        frozen = [v.value for v in model().non_trainable_variables]
+        return compiled(trainable, frozen, x, y)
 
     return with_values

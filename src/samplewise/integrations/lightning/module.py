@@ -1,8 +1,8 @@
-"""Access to a LightningModule and its trainer: replaced methods, backward pass, loss scale, refused settings."""
+"""A LightningModule and its trainer: output of training_step, replaced methods, loss scale, refused settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -11,13 +11,86 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 
-from samplewise.errors import DistributedError, GraphError
+from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
+from samplewise.engine.outputs import checked_outputs
+from samplewise.errors import DistributedError, GraphError, LossesError
+from samplewise.integrations.adapter import BatchLoss
+
+KEYS = ("outputs", "losses", "counts", "labels", "id")  # of the output of training_step, beside the loss
+
+
+# --- output of training_step ------------------------------------------------------------------------------------------
+
+
+def check_arguments(positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments of manual_backward other than the loss and KEYS."""
+    surplus = ["a second positional argument"] if positional else [key for key in keywords if key not in KEYS]
+    if surplus:
+        raise TypeError(
+            f"manual_backward must get the loss, and {', '.join(KEYS)} as keywords; found {surplus[0]}. Call it once "
+            "per forward pass."
+        )
+
+
+def parse(output: Any, scale: float = 1.0) -> BatchLoss:
+    """Check and name the values. `scale`: loss scale that the losses (B,) contain."""
+    entries = output if isinstance(output, Mapping) else {"loss": output}
+    loss = entries.get("loss")
+    outputs: Any = entries.get("outputs")
+    counts = entries.get("counts")
+    if not isinstance(loss, Tensor) or loss.dim() > 1 or (loss.dim() == 0 and outputs is None):
+        raise LossesError(
+            "training_step must return the losses of the samples, (B,), or {'loss': scalar, 'outputs': tensor (B, "
+            "...)} with the tensor that the loss was computed from; "
+            f"found {_description(loss)}. Compute the losses with "
+            "reduction='none' and return them, or return the outputs of the model too. With manual optimization: "
+            "self.manual_backward(losses), or self.manual_backward(loss, outputs=outputs)."
+        )
+    for key in ("losses", "counts", "labels"):
+        if not isinstance(entries.get(key), Tensor | None):
+            raise LossesError(f"{key} must be a tensor (B,); found {type(entries[key]).__name__}.")
+    attached = [loss] if loss.dim() == 1 else checked_outputs(loss, outputs)
+    samples = len(attached[0])
+    if counts is not None and tuple(counts.shape) != (samples,):
+        raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
+    labels = entries.get("labels")
+    if labels is not None and len(labels) != samples:
+        raise LossesError(f"labels must have one row per sample, {samples}; found shape {tuple(labels.shape)}.")
+    losses = entries.get("losses")
+    columns = None
+    if isinstance(outputs, Tensor) and labels is not None:
+        columns = prediction_columns(outputs, labels, IGNORE_INDEX, PREDICTION_COLUMNS)
+    if loss.dim() == 1:
+        losses = loss.detach() / scale if scale != 1 else loss.detach()
+        if counts is None:
+            loss = loss.mean()
+        else:
+            total = counts.sum()
+            loss = loss.sum() / torch.where(total == 0, 1, total)
+    return BatchLoss(loss, attached, samples, losses, counts, columns, entries.get("id"))
+
+
+def for_trainer(output: Any, loss: Tensor) -> Any:
+    """Value of training_step for the trainer: a scalar loss, and the other entries without their graph."""
+    if not isinstance(output, Mapping):
+        return loss
+    entries = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return {**entries, "loss": loss}
+
+
+def _description(loss: Any) -> str:
+    if not isinstance(loss, Tensor):
+        return "no loss" if loss is None else f"a loss of type {type(loss).__name__}"
+    return "a scalar without outputs" if loss.dim() == 0 else f"losses of shape {tuple(loss.shape)}"
+
+
+# --- module and trainer -----------------------------------------------------------------------------------------------
 
 
 def replace_methods(module: LightningModule, replacements: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
     """Replace methods of the object by `replacement(module, method, ...)`. Returns a function that restores them."""
     attributes = vars(module)
-    own = {name: attributes[name] for name in replacements if name in attributes}
+    originals = {name: attributes[name] for name in replacements if name in attributes}  # assigned to the object
     for name, replacement in replacements.items():
         method = getattr(module, name)
         attributes[name] = wraps(method)(partial(replacement, module, method))
@@ -25,7 +98,7 @@ def replace_methods(module: LightningModule, replacements: Mapping[str, Callable
     def restore() -> None:
         for name in replacements:
             attributes.pop(name, None)
-        attributes.update(own)
+        attributes.update(originals)
 
     return restore
 
@@ -65,7 +138,10 @@ def check_trainer(trainer: Trainer, module: LightningModule, exact_accumulation:
             "PerSample needs a strategy that leaves the parameters whole, such as 'auto' or 'ddp', or shards them with "
             f"fully_shard (ModelParallelStrategy); found {type(trainer.strategy).__name__}."
         )
-    if getattr(module, "_compiler_ctx", None) is not None or any(map(_is_compiled, module.modules())):
+    is_compiled = getattr(module, "_compiler_ctx", None) is not None or any(
+        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in module.modules()
+    )
+    if is_compiled:
         raise GraphError(
             "PerSample needs the autograd graph of the module; found a module compiled with torch.compile, whose graph "
             "cannot be read. Train the module itself."
@@ -85,7 +161,3 @@ def check_trainer(trainer: Trainer, module: LightningModule, exact_accumulation:
             "exact_accumulation=True needs automatic optimization; found manual optimization, in which training_step "
             "accumulates. Divide the losses by the number of samples of the window there."
         )
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None

@@ -14,13 +14,15 @@ from torch import Tensor
 from samplewise.errors import GraphError
 from samplewise.integrations.adapter import Adapter, BatchLoss, refuse_privacy
 from samplewise.integrations.lightning.module import (
+    check_arguments,
     check_trainer,
+    for_trainer,
     framework_backward,
     has_gradients,
     loss_scale,
+    parse,
     replace_methods,
 )
-from samplewise.integrations.lightning.step_output import check_arguments, for_trainer, parse
 from samplewise.ledger.ledger import Ledger
 from samplewise.parallel import collectives
 from samplewise.privacy.privacy import Privacy
