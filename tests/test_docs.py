@@ -1,5 +1,7 @@
 """Documentation: code blocks and examples run, links have targets, the public names are documented."""
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -29,6 +31,10 @@ PLAIN_EXAMPLES = [path for path in EXAMPLES if not FRAMEWORKS.search(path.read_t
 
 PICTURE_KILOBYTES = 150
 
+# A text block below a python block is what the python block prints.
+OUTPUT = re.compile(r"```\n\n```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+# Comment before a block that needs a package outside of the extra `dev`.
+NEEDS = re.compile(r"<!-- needs: \w+ -->\s+```python\n\Z")
 FENCE = re.compile(r"^(?P<indent> *)(?:`{3,}|~{3,})(?P<info>[^`\n]*)$", re.MULTILINE)
 
 
@@ -48,11 +54,26 @@ def _blocks(text: str):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_code_blocks_run_in_order_without_a_warning(path):
     namespace: dict[str, object] = {"__name__": path.stem}
+    text = path.read_text()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for line, code in _blocks(path.read_text()):
-            # Leading newlines make a traceback point at the line of the document.
-            exec(compile("\n" * line + code, str(path), "exec"), namespace)
+        for line, code in _blocks(text):
+            if NEEDS.search(text, 0, text.index(code)):
+                continue  # tests/integrations runs it
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                # Leading newlines make a traceback point at the line of the document.
+                exec(compile("\n" * line + code, str(path), "exec"), namespace)
+            shown = OUTPUT.match(text, text.index(code) + len(code))
+            if shown:
+                assert printed.getvalue().strip() == shown["text"].strip(), f"{path.name}, line {line}"
+
+
+def test_every_snippet_shows_what_it_prints():
+    text = (ROOT / "docs" / "snippets.md").read_text()
+    silent = [code for _, code in _blocks(text) if not OUTPUT.match(text, text.index(code) + len(code))]
+    assert len(silent) == 1 and "print(" in silent[0], "only the lines that all blocks share print nothing"
+    assert text.count("\n## ") == len(_table(text, "| you want |")) - 2
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ NAVIGATION = {
     "Concepts": ["concepts", "pictures", "guarantees"],
     "How-to": [
         "how-to",
+        "snippets",
         "gradients",
         "step",
         "transforms",
