@@ -216,6 +216,13 @@ def _targets(page: Path):
     return {(page.parent / link.partition("#")[0]).resolve() for link in _links(page.read_text())}
 
 
+def test_each_question_links_to_its_answer_in_the_first_column():
+    """On a phone the last column is outside of the screen."""
+    text = (ROOT / "docs" / "questions.md").read_text()
+    rows = re.findall(r"^\| (?!question|-)(.*?) \|", text.partition("## Which object")[0], re.MULTILINE)
+    assert len(rows) > 20 and [row for row in rows if not row.startswith("[")] == []
+
+
 def test_every_example_has_its_section_in_the_examples_page():
     linked = _links((ROOT / "docs" / "examples.md").read_text())
     assert [path.name for path in EXAMPLES if f"../examples/{path.name}" not in linked] == []

@@ -5,7 +5,8 @@
 The sources are the Markdown pages of docs/, CHANGELOG.md and CONTRIBUTING.md, which also read well on GitHub. This
 script copies them to build/site-source, adds what only the site has, and calls Sphinx: navigation, API reference,
 outputs of the tutorials, columns of the migration pages, links to names and to source files. Unchanged files are not
-written again, so that Sphinx reads only what has changed. Warnings are errors.
+written again, so that Sphinx reads only what has changed. Warnings are errors. The index of the search is made from the
+pages that Sphinx has written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path[:0] = [str(HERE), str(DOCS)]
 import api  # noqa: E402
 import markup  # noqa: E402
 import outputs  # noqa: E402
+import search  # noqa: E402
 from navigation import NAVIGATION  # noqa: E402
 
 STAGE = ROOT / "build" / "site-source"
@@ -48,6 +50,7 @@ def main() -> None:
     done = subprocess.run([*command, str(STAGE), str(TARGET)], check=False)
     if done.returncode:
         sys.exit("the site must build without a warning; see the lines above. Paths begin with build/site-source.")
+    put(TARGET / "_static" / "search-index.js", search.script(TARGET).encode())
     print(f"site: {TARGET / 'index.html'}")
 
 

@@ -22,10 +22,10 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_title = f"samplewise {release}"
 html_static_path = ["static"]
+templates_path = ["templates"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
-html_show_search_summary = False  # summaries are fetched, which browsers refuse for file:// pages
 html_theme_options = {"sidebar_hide_name": False, "top_of_page_buttons": []}
 # The order in which Furo's styles define them; Pygments has no style that is legible on both.
 pygments_style = "tango"

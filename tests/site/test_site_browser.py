@@ -40,6 +40,39 @@ def test_the_search_finds_clip(browser):
     assert browser.complaints() == []
 
 
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("one sample at a time", "tutorials/one-sample"),
+        ("minibatch", "snippets"),
+        ("per-example gradients", "gradients"),
+        ("per-instance gradients", "gradients"),
+        ("online learning", "tutorials/one-sample"),
+        ("class imbalance", "how-to"),
+        ("noisy labels", "tutorials/wrong-labels"),
+        ("tabular", "quick-start"),
+        ("notebook", "quick-start"),
+        ("GradientTape", "snippets"),
+        ("Catalyst", "trainer"),
+        ("functorch", "migration/vmap"),
+        ("saliency", "how-to"),
+        ("NumPy", "snippets"),
+        ("train on a single sample", "snippets"),
+        ("a flexible training loop", "snippets"),
+    ],
+)
+def test_words_that_people_use_lead_to_their_page(browser, query, page):
+    assert any(f"/{page}.html" in address for address in found(browser, query)[:3])
+    assert browser.texts("#search-results .context")[0]
+
+
+def test_anchors_of_the_search_exist(browser):
+    browser.show(SITE / "search.html")
+    entries = browser.run("return window.SEARCH_INDEX.map(entry => [entry.page, entry.anchor])")
+    texts = {page: (SITE / page).read_text(encoding="utf-8") for page, _ in entries}
+    assert [(page, anchor) for page, anchor in entries if anchor and f'id="{anchor}"' not in texts[page]] == []
+
+
 def test_the_search_finds_a_word_of_the_text(browser):
     assert any("/privacy.html" in address for address in found(browser, "Poisson"))
 
