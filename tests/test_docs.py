@@ -30,6 +30,7 @@ FRAMEWORKS = re.compile(r"^(?:from|import) (?:accelerate|keras|lightning|transfo
 PLAIN_EXAMPLES = [path for path in EXAMPLES if not FRAMEWORKS.search(path.read_text())]
 
 PICTURE_KILOBYTES = 150
+CODE_WIDTH = 88
 
 # A text block below a python block is what the python block prints.
 OUTPUT = re.compile(r"```\n\n```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -104,6 +105,13 @@ def test_how_to_sections_are_scripts():
     text = (ROOT / "docs" / "how-to.md").read_text()
     assert len(HOW_TO) == text.count("\n## ") == len(list(_blocks(text)))
     assert all("import samplewise as sw" in code for code in HOW_TO.values())
+
+
+def test_code_fits_the_width_of_a_page():
+    """Longer lines are cut off on a screen of 1280 pixels. Write comments above them."""
+    pages = [page for page in [*DOCUMENTS, *TUTORIALS, *MIGRATION] if page.name != "reference.md"]
+    lines = [(page.name, line) for page in pages for _, code in _blocks(page.read_text()) for line in code.split("\n")]
+    assert [(page, line) for page, line in lines if len(line) > CODE_WIDTH] == []
 
 
 def test_the_readme_has_code_blocks():

@@ -51,6 +51,21 @@ def test_two_blocks_become_columns(markup):
     assert changed.index("**Theirs**") < changed.index("a = 1") < changed.index("**ours**") < changed.index("b = 2")
 
 
+def test_links_below_a_comment_become_buttons(markup):
+    assert markup["buttons"]("# Title\n\n<!-- buttons -->\n[a](b.md)\n") == "# Title\n\n{.buttons}\n[a](b.md)\n"
+
+
+def test_groups_of_the_sidebar_fold(markup):
+    """The first group is open, and that of the page."""
+    caption = '<p class="caption" role="heading"><span>{0}</span></p><ul><li class="toctree-l1 {1}">{0}</li></ul>\n'
+    pages = [("Start", ""), ("Tutorials", ""), ("How-to", "current current-page"), ("Project", "")]
+    folded = markup["folded"]("".join(caption.format(*page) for page in pages))
+    groups = folded.split("</details>")[:-1]
+    assert [group.count("<details class='group' open>") for group in groups] == [1, 0, 1, 0]
+    assert [group.count("<details class='group'>") for group in groups] == [0, 1, 0, 1]
+    assert groups[2].count("<summary class='caption'><span>How-to</span></summary><ul><li") == 1
+
+
 def test_a_page_of_a_script_shows_its_code(markup):
     path = ROOT / "examples" / "fashion_mnist.py"
     assert markup["script_page"](path) == "scripts/examples/fashion_mnist.md"

@@ -67,7 +67,7 @@ def stage() -> set[Path]:
             text = outputs.shown(text, outputs.run(source, RUNS / source.stem), f"/outputs/{source.stem}")
         text, linked = markup.links(text, source, target, targets)
         scripts |= linked
-        text = markup.columns(markup.names(text, known))
+        text = markup.buttons(markup.columns(markup.names(text, known)))
         written.add(write(target, text + (navigation() if target == "index.md" else "")))
     for target, text in api.pages().items():
         written.add(write(target, markup.names(text, known)))

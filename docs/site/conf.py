@@ -1,6 +1,12 @@
 """Sphinx settings of the documentation site. docs/site/build.py writes the pages that Sphinx reads."""
 
+import sys
 from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import markup
 
 project = "samplewise"
 author = "the samplewise authors"
@@ -30,3 +36,11 @@ html_theme_options = {"sidebar_hide_name": False, "top_of_page_buttons": []}
 # The order in which Furo's styles define them; Pygments has no style that is legible on both.
 pygments_style = "tango"
 pygments_dark_style = "monokai"
+
+
+def fold_sidebar(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    context["furo_navigation_tree"] = markup.folded(context["furo_navigation_tree"])
+
+
+def setup(app: Any) -> None:
+    app.connect("html-page-context", fold_sidebar, priority=900)  # after Furo, which makes the tree with priority 500

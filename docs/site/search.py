@@ -69,8 +69,8 @@ class Sections(HTMLParser):
             self._skip = 0
 
     def handle_data(self, data: str) -> None:
-        if not self._in_article or not self.sections or self._skip:
-            return
+        if not self._in_article or not self.sections or self._skip or self._in_heading == "dt":
+            return  # outside, the sign of a link to a heading, or a signature
         self.sections[-1]["heading" if self._in_heading in HEADINGS else "text"] += data
 
 
