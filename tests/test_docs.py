@@ -315,6 +315,11 @@ def test_a_benchmark_table_replaces_the_one_in_the_document(benchmark, tmp_path)
     assert not tables["write"](tables["Table"]("single", "Title", [[""]]), page)
 
 
+def test_tables_of_measurements_are_of_one_run():
+    text = (ROOT / "docs" / "speed.md").read_text() + (ROOT / "README.md").read_text()
+    assert re.findall(r"(?i)preliminary|earlier (?:measurement|run)|later run than", text) == []
+
+
 # --------------------------------------------------------------------------------------------------------- reference
 
 
