@@ -320,6 +320,16 @@ def test_tables_of_measurements_are_of_one_run():
     assert re.findall(r"(?i)preliminary|earlier (?:measurement|run)|later run than", text) == []
 
 
+INSTRUCTIONS = [ROOT / "docs" / f"{name}.md" for name in ("attribution", "diagnostics", "gradients", "how-to", "step")]
+
+
+@pytest.mark.parametrize("path", INSTRUCTIONS, ids=lambda path: path.name)
+def test_instructions_have_no_long_tables_of_numbers(path):
+    """Measurements have pages of their own."""
+    numbers = re.findall(r"(?:^\|.*\| [-−]?\d[\d.,]* (?:\|.*)?\n){4,}", path.read_text(), re.MULTILINE)
+    assert numbers == []
+
+
 # --------------------------------------------------------------------------------------------------------- reference
 
 

@@ -35,6 +35,8 @@ KEYWORDS = {
     "diagnostics": "gradient noise scale, critical batch size, wrong labels, noisy labels, label noise, mislabeled, "
     "outliers, Fisher information, pruning, similarity, hard examples",
     "attribution": "influence functions, data attribution, TRAK, EK-FAC, TracIn, explain prediction, coreset",
+    "diagnostics-measurements": "benchmark, cleanlab, average precision, label noise",
+    "attribution-measurements": "benchmark, linear datamodeling score, LDS, kronfluence, traker",
     "ledger": "per-sample loss, training dynamics, dataset cartography, forgetting events, log loss of each sample, "
     "Parquet, pandas",
     "report": "HTML report, dashboard, visualization, plots, wandb, TensorBoard",

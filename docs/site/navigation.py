@@ -41,6 +41,13 @@ NAVIGATION = {
         "migration/attribution",
     ],
     "Reference": ["reference", "compatibility"],
-    "Compare": ["comparison", "speed", "scaling", "limitations"],
+    "Compare": [
+        "comparison",
+        "speed",
+        "scaling",
+        "diagnostics-measurements",
+        "attribution-measurements",
+        "limitations",
+    ],
     "Project": ["changelog", "contributing"],
 }
