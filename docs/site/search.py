@@ -45,7 +45,7 @@ class Sections(HTMLParser):
             self._begin(tag, self._ids[-1] if self._ids else "")
         elif tag == "dt" and "sig" in (attributes.get("class") or "") and attributes.get("id"):
             self._begin(tag, attributes["id"] or "")
-            self.sections[-1]["heading"] = re.sub(r"^samplewise\.", "sw.", attributes["id"] or "")
+            self.sections[-1]["heading"] = re.sub(r"^samplewise\.(loop\.)?", "sw.", attributes["id"] or "")
         elif tag == "a" and "headerlink" in (attributes.get("class") or ""):
             self._skip = 1
 
