@@ -16,13 +16,13 @@ KEYWORDS = {
     "tutorials/users": "federated, user-level, per-user, group, personalization, class imbalance",
     "concepts": "how it works, per-example gradient, ghost clipping, ghost norm, autograd graph, Jacobian",
     "guarantees": "correctness, tests, exact",
-    "how-to": "recipes, BatchNorm, GAN, mixup, contrastive, multi-task, curriculum learning, hard example mining",
+    "how-to": "recipes, Expected more than 1 value per channel when training, BatchNorm, GAN, mixup, contrastive, multi-task, curriculum learning, hard example mining",
     "snippets": "mistakes, common errors, training loop, NumPy, GradientTape, TensorFlow, no_grad, zero_grad, "
     "grad can be implicitly created only for scalar outputs, train on a single sample, steps by batch size, "
     "gradients for each instance of a minibatch, flexible training loop, loop by batch size",
     "gradients": "per-sample gradient, per-example gradients, per-instance gradients, individual gradients, "
     "minibatch, functorch, vmap, Jacobian, saliency, saliency map, input gradient, Hessian-vector product, "
-    "gradient norm, gradient of each sample",
+    "gradient norm, gradient of each sample, neural tangent kernel, NTK, freeze layers",
     "step": "optimizer step, training loop, minibatch, mini-batch, batch size, microbatch, mixed precision, AMP, bf16, "
     "steps by batch size, loop by batch size, gradient accumulation",
     "transforms": "gradient clipping, per-sample clipping, sample weights, reweighting, importance weighting, "
