@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from browsing import chromium
@@ -64,6 +65,31 @@ def test_groups_of_the_sidebar_fold(markup):
     assert [group.count("<details class='group' open>") for group in groups] == [1, 0, 1, 0]
     assert [group.count("<details class='group'>") for group in groups] == [0, 1, 0, 1]
     assert groups[2].count("<summary class='caption'><span>How-to</span></summary><ul><li") == 1
+
+
+def test_the_sidebar_is_folded_after_the_theme_has_made_it(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # conf.py adds its directory
+    connected = []
+
+    class Application:
+        def connect(self, event, function, priority):
+            connected.append((event, function, priority))
+
+    runpy.run_path(str(SITE / "conf.py"))["setup"](Application())
+    [(event, function, priority)] = connected
+    assert event == "html-page-context" and priority > 500
+    context = {"furo_navigation_tree": '<p class="caption"><span>Start</span></p><ul></ul>'}
+    function(None, "index", "page.html", context, None)
+    assert context["furo_navigation_tree"].startswith("<details class='group' open>")
+
+
+def test_the_search_page_loads_the_index_before_the_script_that_reads_it():
+    theme = "{% block htmltitle %}{% endblock %}{% block content %}{% endblock %}{% block scripts %}theme{% endblock %}"
+    templates = {"page.html": theme, "search.html": (SITE / "templates" / "search.html").read_text()}
+    page = jinja2.Environment(loader=jinja2.DictLoader(templates)).get_template("search.html")
+    shown = page.render(docstitle="samplewise", pathto=lambda path, resource: path)
+    places = ['id="search-results"', "theme", "_static/search-index.js", "_static/search.js"]
+    assert sorted(places, key=shown.index) == places
 
 
 def test_a_page_of_a_script_shows_its_code(markup):

@@ -16,7 +16,8 @@ KEYWORDS = {
     "tutorials/users": "federated, user-level, per-user, group, personalization, class imbalance",
     "concepts": "how it works, per-example gradient, ghost clipping, ghost norm, autograd graph, Jacobian",
     "guarantees": "correctness, tests, exact",
-    "how-to": "recipes, Expected more than 1 value per channel when training, BatchNorm, GAN, mixup, contrastive, multi-task, curriculum learning, hard example mining",
+    "how-to": "recipes, BatchNorm, Expected more than 1 value per channel when training, GAN, mixup, contrastive, "
+    "multi-task, curriculum learning, hard example mining",
     "snippets": "mistakes, common errors, training loop, NumPy, GradientTape, TensorFlow, no_grad, zero_grad, "
     "grad can be implicitly created only for scalar outputs, train on a single sample, steps by batch size, "
     "gradients for each instance of a minibatch, flexible training loop, loop by batch size",
