@@ -45,7 +45,7 @@ help:
 	@echo 'make bench QUICK=1'
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
-	@echo 'make attribution make the tables of docs/attribution.md, and compare with traker, dattri, kronfluence and captum'
+	@echo 'make attribution make the tables of docs/attribution-measurements.md, and compare with traker, dattri, kronfluence and captum'
 	@echo '                 (an hour at first; continues where it stopped)'
 	@echo 'make docs        generate docs/reference.md from the docstrings, and pictures whose script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
@@ -158,7 +158,7 @@ comparison: $(BENCH)
 
 # The tests that are skipped without the other libraries are those whose name begins with test_equals.
 attribution: $(DEV) $(ATTRIBUTION)/.installed
-	@$(PY) benchmarks/attribution.py --write docs/attribution.md
+	@$(PY) benchmarks/attribution.py --write docs/attribution-measurements.md
 	@$(ATTRIBUTION)/$(BIN)/python -m pytest -q -m '' -k equals $(shell grep -l importorskip tests/attribution/*.py)
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/attribution_trak_peers.py
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/attribution_peers.py

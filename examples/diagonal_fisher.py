@@ -1,7 +1,7 @@
 """Diagonal of the empirical Fisher matrix of three small CNNs, compared with a loop over single samples.
 
     python examples/diagonal_fisher.py                                 # 256 images, a few seconds
-    python examples/diagonal_fisher.py --samples 4096 --rounds 5       # the table of docs/diagnostics.md
+    python examples/diagonal_fisher.py --samples 4096 --rounds 5       # table of docs/diagnostics-measurements.md
 
 The images are Fashion-MNIST, or random noise of the same shape if it is not installed.
 """

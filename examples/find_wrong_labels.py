@@ -1,7 +1,7 @@
 """Find wrong labels: rank images, some of which have a random other label, by every score of `sw.suspects`.
 
     python examples/find_wrong_labels.py                          # digits, one seed, a few seconds
-    python examples/find_wrong_labels.py --seeds 5 --first 10     # the tables of docs/diagnostics.md
+    python examples/find_wrong_labels.py --seeds 5 --first 10     # tables of docs/diagnostics-measurements.md
     python examples/find_wrong_labels.py --seeds 5 --first 10 --data fashion --samples 20000 --epochs 10
 
 Needs scikit-learn, which contains the digits; `--data fashion` needs the package named in examples/fashion_mnist.py. If

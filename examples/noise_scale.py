@@ -1,7 +1,7 @@
 """Accuracy of the gradient noise scale: estimates from random batches compared with the true value over all digits.
 
     python examples/noise_scale.py                     # 50 batches of each size, a few seconds
-    python examples/noise_scale.py --batches 10000     # the table of docs/diagnostics.md
+    python examples/noise_scale.py --batches 10000     # table of docs/diagnostics-measurements.md
 
 The digits are the whole population: G is the mean of their gradients and tr Σ the total variance. Batches are drawn
 with replacement, so that the estimates of |G|² and tr Σ are unbiased. Needs scikit-learn.

@@ -1,5 +1,7 @@
 """Documentation: code blocks and examples run, links have targets, the public names are documented."""
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -28,7 +30,12 @@ LONG_EXAMPLES = ("diagonal_fisher.py", "find_wrong_labels.py")
 PLAIN_EXAMPLES = [path for path in EXAMPLES if not FRAMEWORKS.search(path.read_text())]
 
 PICTURE_KILOBYTES = 150
+CODE_WIDTH = 88
 
+# A text block below a python block is what the python block prints.
+OUTPUT = re.compile(r"```\n\n```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+# Comment before a block that needs a package outside of the extra `dev`.
+NEEDS = re.compile(r"<!-- needs: \w+ -->\s+```python\n\Z")
 FENCE = re.compile(r"^(?P<indent> *)(?:`{3,}|~{3,})(?P<info>[^`\n]*)$", re.MULTILINE)
 
 
@@ -48,11 +55,26 @@ def _blocks(text: str):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_code_blocks_run_in_order_without_a_warning(path):
     namespace: dict[str, object] = {"__name__": path.stem}
+    text = path.read_text()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for line, code in _blocks(path.read_text()):
-            # Leading newlines make a traceback point at the line of the document.
-            exec(compile("\n" * line + code, str(path), "exec"), namespace)
+        for line, code in _blocks(text):
+            if NEEDS.search(text, 0, text.index(code)):
+                continue  # tests/integrations runs it
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                # Leading newlines make a traceback point at the line of the document.
+                exec(compile("\n" * line + code, str(path), "exec"), namespace)
+            shown = OUTPUT.match(text, text.index(code) + len(code))
+            if shown:
+                assert printed.getvalue().strip() == shown["text"].strip(), f"{path.name}, line {line}"
+
+
+def test_every_snippet_shows_what_it_prints():
+    text = (ROOT / "docs" / "snippets.md").read_text()
+    silent = [code for _, code in _blocks(text) if not OUTPUT.match(text, text.index(code) + len(code))]
+    assert len(silent) == 1 and "print(" in silent[0], "only the lines that all blocks share print nothing"
+    assert text.count("\n## ") == len(_table(text, "| you want |")) - 2
 
 
 @pytest.mark.slow
@@ -83,6 +105,13 @@ def test_how_to_sections_are_scripts():
     text = (ROOT / "docs" / "how-to.md").read_text()
     assert len(HOW_TO) == text.count("\n## ") == len(list(_blocks(text)))
     assert all("import samplewise as sw" in code for code in HOW_TO.values())
+
+
+def test_code_fits_the_width_of_a_page():
+    """Longer lines are cut off on a screen of 1280 pixels. Write comments above them."""
+    pages = [page for page in [*DOCUMENTS, *TUTORIALS, *MIGRATION] if page.name != "reference.md"]
+    lines = [(page.name, line) for page in pages for _, code in _blocks(page.read_text()) for line in code.split("\n")]
+    assert [(page, line) for page, line in lines if len(line) > CODE_WIDTH] == []
 
 
 def test_the_readme_has_code_blocks():
@@ -195,6 +224,13 @@ def _targets(page: Path):
     return {(page.parent / link.partition("#")[0]).resolve() for link in _links(page.read_text())}
 
 
+def test_each_question_links_to_its_answer_in_the_first_column():
+    """On a phone the last column is outside of the screen."""
+    text = (ROOT / "docs" / "questions.md").read_text()
+    rows = re.findall(r"^\| (?!question|-)(.*?) \|", text.partition("## Which object")[0], re.MULTILINE)
+    assert len(rows) > 20 and [row for row in rows if not row.startswith("[")] == []
+
+
 def test_every_example_has_its_section_in_the_examples_page():
     linked = _links((ROOT / "docs" / "examples.md").read_text())
     assert [path.name for path in EXAMPLES if f"../examples/{path.name}" not in linked] == []
@@ -277,6 +313,21 @@ def test_a_benchmark_table_replaces_the_one_in_the_document(benchmark, tmp_path)
     assert page.read_text().endswith("\n\n<!-- /small -->\nafter\n<!-- small-2 -->\nkept\n<!-- /small-2 -->\n")
     assert "old" not in page.read_text()
     assert not tables["write"](tables["Table"]("single", "Title", [[""]]), page)
+
+
+def test_tables_of_measurements_are_of_one_run():
+    text = (ROOT / "docs" / "speed.md").read_text() + (ROOT / "README.md").read_text()
+    assert re.findall(r"(?i)preliminary|earlier (?:measurement|run)|later run than", text) == []
+
+
+INSTRUCTIONS = [ROOT / "docs" / f"{name}.md" for name in ("attribution", "diagnostics", "gradients", "how-to", "step")]
+
+
+@pytest.mark.parametrize("path", INSTRUCTIONS, ids=lambda path: path.name)
+def test_instructions_have_no_long_tables_of_numbers(path):
+    """Measurements have pages of their own."""
+    numbers = re.findall(r"(?:^\|.*\| [-−]?\d[\d.,]* (?:\|.*)?\n){4,}", path.read_text(), re.MULTILINE)
+    assert numbers == []
 
 
 # --------------------------------------------------------------------------------------------------------- reference

@@ -5,7 +5,8 @@
 The sources are the Markdown pages of docs/, CHANGELOG.md and CONTRIBUTING.md, which also read well on GitHub. This
 script copies them to build/site-source, adds what only the site has, and calls Sphinx: navigation, API reference,
 outputs of the tutorials, columns of the migration pages, links to names and to source files. Unchanged files are not
-written again, so that Sphinx reads only what has changed. Warnings are errors.
+written again, so that Sphinx reads only what has changed. Warnings are errors. The index of the search is made from the
+pages that Sphinx has written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path[:0] = [str(HERE), str(DOCS)]
 import api  # noqa: E402
 import markup  # noqa: E402
 import outputs  # noqa: E402
+import search  # noqa: E402
 from navigation import NAVIGATION  # noqa: E402
 
 STAGE = ROOT / "build" / "site-source"
@@ -48,6 +50,7 @@ def main() -> None:
     done = subprocess.run([*command, str(STAGE), str(TARGET)], check=False)
     if done.returncode:
         sys.exit("the site must build without a warning; see the lines above. Paths begin with build/site-source.")
+    put(TARGET / "_static" / "search-index.js", search.script(TARGET).encode())
     print(f"site: {TARGET / 'index.html'}")
 
 
@@ -64,7 +67,7 @@ def stage() -> set[Path]:
             text = outputs.shown(text, outputs.run(source, RUNS / source.stem), f"/outputs/{source.stem}")
         text, linked = markup.links(text, source, target, targets)
         scripts |= linked
-        text = markup.columns(markup.names(text, known))
+        text = markup.buttons(markup.columns(markup.names(text, known)))
         written.add(write(target, text + (navigation() if target == "index.md" else "")))
     for target, text in api.pages().items():
         written.add(write(target, markup.names(text, known)))

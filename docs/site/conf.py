@@ -1,6 +1,12 @@
 """Sphinx settings of the documentation site. docs/site/build.py writes the pages that Sphinx reads."""
 
+import sys
 from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import markup
 
 project = "samplewise"
 author = "the samplewise authors"
@@ -22,11 +28,19 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_title = f"samplewise {release}"
 html_static_path = ["static"]
+templates_path = ["templates"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
-html_show_search_summary = False  # summaries are fetched, which browsers refuse for file:// pages
 html_theme_options = {"sidebar_hide_name": False, "top_of_page_buttons": []}
 # The order in which Furo's styles define them; Pygments has no style that is legible on both.
 pygments_style = "tango"
 pygments_dark_style = "monokai"
+
+
+def fold_sidebar(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    context["furo_navigation_tree"] = markup.folded(context["furo_navigation_tree"])
+
+
+def setup(app: Any) -> None:
+    app.connect("html-page-context", fold_sidebar, priority=900)  # after Furo, which makes the tree with priority 500

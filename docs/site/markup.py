@@ -1,4 +1,7 @@
-"""Changes of a Markdown page on its way to the site: links, names of the API, columns of code, pages of scripts."""
+"""Changes of a Markdown page on its way to the site: links, names of the API, columns of code, pages of scripts.
+
+`folded` changes the HTML of the sidebar.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ CODE = re.compile(r"^```(?!`).*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 # Not in the text of a link and not in a heading.
 NAME = re.compile(r"(?<!\[)`sw\.(?P<name>[\w.]+)(?P<call>\([^`<|]*\))?`(?!\])")
+CAPTION = '<p class="caption"'
+GROUP = re.compile(rf"{CAPTION}[^>]*>(?P<caption>.*?)</p>(?P<pages>.*?)(?={CAPTION}|\Z)", re.S)
 COLUMNS = re.compile(
     r"^<!-- columns: (?P<left>.+?) \| (?P<right>.+?) -->$"
     r"\s*(?P<one>^```python$.*?^```$)\s*(?P<two>^```python$.*?^```$)\s*"
@@ -71,6 +76,24 @@ def columns(text: str) -> str:
         return f":::::{{container}} columns\n{body}\n:::::"
 
     return COLUMNS.sub(side_by_side, text)
+
+
+def buttons(text: str) -> str:
+    """Show the links of the paragraph below a comment as buttons."""
+    return re.sub(r"^<!-- buttons -->$", "{.buttons}", text, flags=re.M)
+
+
+def folded(tree: str) -> str:
+    """Sidebar with one group per caption. The first one is open, and the one of the page."""
+
+    def fold(match: re.Match[str]) -> str:
+        is_open = match.start() == tree.index(CAPTION) or "current-page" in match["pages"]
+        return (
+            f"<details class='group'{' open' * is_open}><summary class='caption'>{match['caption']}</summary>"
+            f"{match['pages']}</details>"
+        )
+
+    return GROUP.sub(fold, tree)
 
 
 def script_page(path: Path) -> str:

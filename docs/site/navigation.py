@@ -14,6 +14,7 @@ NAVIGATION = {
     "Concepts": ["concepts", "pictures", "guarantees"],
     "How-to": [
         "how-to",
+        "snippets",
         "gradients",
         "step",
         "transforms",
@@ -40,6 +41,13 @@ NAVIGATION = {
         "migration/attribution",
     ],
     "Reference": ["reference", "compatibility"],
-    "Compare": ["comparison", "speed", "scaling", "limitations"],
+    "Compare": [
+        "comparison",
+        "speed",
+        "scaling",
+        "diagnostics-measurements",
+        "attribution-measurements",
+        "limitations",
+    ],
     "Project": ["changelog", "contributing"],
 }

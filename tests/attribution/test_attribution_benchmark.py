@@ -1,4 +1,4 @@
-"""The benchmark of docs/attribution.md in small: a language model, all methods, and a second call from the files."""
+"""The benchmark of docs/attribution-measurements.md in small: all methods, and a second call from the files."""
 
 import sys
 from dataclasses import replace

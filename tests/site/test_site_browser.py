@@ -40,6 +40,39 @@ def test_the_search_finds_clip(browser):
     assert browser.complaints() == []
 
 
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("one sample at a time", "tutorials/one-sample"),
+        ("minibatch", "snippets"),
+        ("per-example gradients", "gradients"),
+        ("per-instance gradients", "gradients"),
+        ("online learning", "tutorials/one-sample"),
+        ("class imbalance", "how-to"),
+        ("noisy labels", "tutorials/wrong-labels"),
+        ("tabular", "quick-start"),
+        ("notebook", "quick-start"),
+        ("GradientTape", "snippets"),
+        ("Catalyst", "trainer"),
+        ("functorch", "migration/vmap"),
+        ("saliency", "how-to"),
+        ("NumPy", "snippets"),
+        ("train on a single sample", "snippets"),
+        ("a flexible training loop", "snippets"),
+    ],
+)
+def test_words_that_people_use_lead_to_their_page(browser, query, page):
+    assert any(f"/{page}.html" in address for address in found(browser, query)[:3])
+    assert browser.texts("#search-results .context")[0]
+
+
+def test_anchors_of_the_search_exist(browser):
+    browser.show(SITE / "search.html")
+    entries = browser.run("return window.SEARCH_INDEX.map(entry => [entry.page, entry.anchor])")
+    texts = {page: (SITE / page).read_text(encoding="utf-8") for page, _ in entries}
+    assert [(page, anchor) for page, anchor in entries if anchor and f'id="{anchor}"' not in texts[page]] == []
+
+
 def test_the_search_finds_a_word_of_the_text(browser):
     assert any("/privacy.html" in address for address in found(browser, "Poisson"))
 
@@ -55,6 +88,34 @@ def test_pages_fit_the_screen_and_print_no_message(browser, size, dark):
         if browser.complaints():
             noisy.append(path.name)
     assert (wide, noisy) == ([], [])
+
+
+def test_no_code_is_cut_off_on_a_laptop(browser):
+    """Scripts and sources have lines of 120 characters, and signatures wrap."""
+    cut = []
+    for path in PAGES:
+        if path.relative_to(SITE).parts[0] not in ("scripts", "_modules"):
+            browser.show(path)
+            wide = "return [...document.querySelectorAll('article pre')].some(e => e.scrollWidth > e.clientWidth)"
+            cut += [path.name] * browser.run(wide)
+    assert cut == []
+
+
+def test_the_sidebar_is_folded_into_groups(browser):
+    browser.show(SITE / "step.html")
+    is_open = browser.run("return [...document.querySelectorAll('.sidebar-tree details')].map(e => e.open)")
+    captions = browser.run("return [...document.querySelectorAll('.sidebar-tree summary')].map(e => e.textContent)")
+    assert [caption for caption, shown in zip(captions, is_open, strict=True) if shown] == ["Start", "How-to"]
+    assert len(captions) == 8
+
+
+def test_the_start_page_shows_how_to_install_and_where_to_start(browser):
+    """On the first screen of a laptop."""
+    browser.show(SITE / "index.html")
+    bottom = "return arguments[0].getBoundingClientRect().bottom"
+    assert browser.run(bottom, browser.one(".buttons a[href='quick-start.html']")) < LAPTOP[1]
+    assert browser.run(bottom, browser.one("article pre")) < LAPTOP[1]
+    assert "pip install" in browser.texts("article pre")[0]
 
 
 def test_the_theme_follows_the_system(browser):
