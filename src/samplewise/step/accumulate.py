@@ -20,9 +20,8 @@ from samplewise.step.forward import LossEvaluator
 from samplewise.step.nonfinite import problem_of_losses
 from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.chain import Chain, Stage
-from samplewise.transforms.measure import measure
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of
+from samplewise.transforms.transform import Reference
 
 EXACT = (torch.float32, torch.float64)  # dtypes of losses whose weights may be divided by B
 
@@ -189,7 +188,7 @@ class PerSampleAccumulator(Accumulator):
     def measure(self, g: Gradients, stats: SampleStats, stage: Stage, record_norms: bool) -> None:
         """Add the norms and dots that this stage needs to `stats`, without the loss scale."""
         directions = self.directions if stage.references else {}
-        measure(g, stats, stage, directions, record_norms, self.evaluator.precision.scale)
+        stage.measure(g, stats, directions, record_norms, self.evaluator.precision.scale)
 
     def add_weighted(self, g: Gradients, coefficients: PerSample | None) -> None:
         """Accumulate Σ c·g, from gradients that are not used afterwards. In a private step, a sample with large terms,

@@ -23,8 +23,8 @@ from samplewise.parallel.group import current_group
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window_ranks import WindowRanks
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
+from samplewise.transforms.transform import Reference
 
 
 class GroupedAccumulator(PerSampleAccumulator):

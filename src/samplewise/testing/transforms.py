@@ -13,9 +13,8 @@ from torch import Tensor
 from samplewise.core.batches import cut, leaves, length
 from samplewise.errors import TransformError
 from samplewise.transforms.chain import Chain, as_transform
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats
-from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform
+from samplewise.transforms.transform import Grouping, Reference, SampleTransform, SumTransform
 
 NAMES = ("weight", "bias")
 
