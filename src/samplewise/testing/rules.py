@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samplewise.engine.arguments import wanted_parameters
 from samplewise.engine.gradients import gradients
-from samplewise.engine.grads.base import total
+from samplewise.engine.grads.kernels import total
 from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.rules import RULES, Rule, Use
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
-from samplewise.engine.grads.by_rows import frobenius_norms
+from samplewise.engine.grads.kernels import frobenius_norms
 from samplewise.engine.rules.rule_input import Use
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.kernels import frobenius_norms
 from samplewise.engine.graph.graph import scalar
 from samplewise.engine.rules.rule_input import Use, summed
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
-from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.grads.stacked import StackedGrad
+from samplewise.engine.grads.indexed import StackedGrad
+from samplewise.engine.grads.kernels import frobenius_norms
 from samplewise.engine.ownership.owner_map import Irregular, RowGather
 from samplewise.engine.rules.rule_input import Use, summed
 

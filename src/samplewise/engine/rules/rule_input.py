@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.kernels import frobenius_norms
 from samplewise.engine.graph.graph import Edge, Node
 from samplewise.engine.graph.saved import Saved
 from samplewise.engine.ownership.layouts import locate
