@@ -23,7 +23,7 @@ from samplewise.engine.grads.reparametrized import exponential, normalize_grad, 
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, operation, scalar
 from samplewise.engine.graph.saved import Saved, saved_tensor_names
 from samplewise.engine.ownership import layouts
-from samplewise.engine.rules.embedding import lookup_grad
+from samplewise.engine.rules.matrices import lookup_grad
 from samplewise.engine.rules.rule_input import accumulable
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}

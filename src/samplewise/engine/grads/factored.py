@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.kernels import (
@@ -102,13 +101,6 @@ def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
     return bmm(a, b.transpose(1, 2))
 
 
-def _apply_weights(factor: Tensor, weights: Tensor | None) -> Tensor:
-    if weights is None:
-        return factor
-    column = weights if weights.dtype is factor.dtype else weights.to(factor.dtype)
-    return factor * column.view(-1, 1, 1)
-
-
 def _sum_term(term: Term, weights: Tensor | None) -> Tensor:
     """Sum over b and t of weights[b] left[b, t] right[b, t], (o, i)."""
     left, right = term
@@ -116,16 +108,20 @@ def _sum_term(term: Term, weights: Tensor | None) -> Tensor:
         return _scatter_sum(left, right, weights)
     if isinstance(right, OneHot):
         return _scatter_sum(right, left, weights).T
-    if left.shape[-1] < right.shape[-1]:  # the smaller factor is multiplied by the weights
-        left = _apply_weights(left, weights)
-    else:
-        right = _apply_weights(right, weights)
+    if weights is not None:
+        column = (weights if weights.dtype is left.dtype else weights.to(left.dtype)).view(-1, 1, 1)
+        if left.shape[-1] < right.shape[-1]:  # the smaller factor is multiplied by the weights
+            left = left * column
+        else:
+            right = right * column
     return mm(left.flatten(0, 1).t(), right.flatten(0, 1))
 
 
 def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None, into: Tensor | None = None) -> Tensor:
     assert isinstance(values, Tensor)
-    flat = _apply_weights(values, weights).flatten(0, 1)
+    if weights is not None:
+        values = values * weights.to(values.dtype).view(-1, 1, 1)
+    flat = values.flatten(0, 1)
     table = flat.new_zeros(hot.size, flat.shape[1]) if into is None else into
     return table.index_add_(0, hot.positions.flatten(), flat)
 
@@ -393,8 +389,8 @@ def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     last, selected = _last_selection
     if weights is None or last() is weights:
         return None if weights is None else selected
-    if weights.requires_grad or not weights.is_cpu or is_traced(weights):
-        return None  # on other devices, nonzero would be a host sync
+    if weights.requires_grad or not weights.is_cpu or type(weights) is not Tensor:
+        return None  # on other devices, nonzero would be a host sync; traced weights, a subclass, have no values
     nonzero = weights.nonzero()
     selected = nonzero.flatten() if nonzero.shape[0] <= ENOUGH_LEFT * weights.shape[0] else None
     _last_selection = (weakref.ref(weights), selected)
