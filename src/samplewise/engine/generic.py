@@ -20,7 +20,7 @@ from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import CHUNK, PerSampleGrad, RowwiseGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel, operation
 from samplewise.engine.graph.saved import block_of, run_in_backward
-from samplewise.engine.ownership.linearity import is_additive, largest
+from samplewise.engine.ownership.weighted_passes import is_additive, largest
 from samplewise.engine.rules.rule_input import HALF_PRECISION, Use, accumulable, summed
 
 FEW = 4  # torch.vmap takes longer than this number of calls

@@ -22,8 +22,13 @@ from samplewise.engine.grads.indexed import VIEWS
 from samplewise.engine.grads.kernels import random_signs
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph
 from samplewise.engine.graph.hook_registry import have_hooks, hook_places
-from samplewise.engine.ownership.linearity import NotLinearError, Tolerance, nonlinear_operation
-from samplewise.engine.ownership.masked_passes import is_deterministic, random_powers
+from samplewise.engine.ownership.weighted_passes import (
+    NotLinearError,
+    Tolerance,
+    is_deterministic,
+    nonlinear_operation,
+    random_powers,
+)
 from samplewise.engine.plan import GradBuilder, Plan
 from samplewise.errors import GraphError
 
