@@ -42,18 +42,16 @@ def clip(
     if not gamma > 0:
         raise ValueError(f"gamma must be positive; found {gamma!r}.")
 
-    def coefficient(norms: Tensor, counts: Tensor | None) -> Tensor:
-        unit = 1.0 if counts is None else counts
-        bound = max_norm * unit
-        if mode == "automatic":
-            return quotient(bound, norms + gamma * unit)
-        return torch.where(norms > bound, bound / norms, float(max_norm > 0))
-
     def answer(stats: SampleStats) -> PerSample:
-        counts = stats.counts if per_count else None
-        if by is None:
-            return coefficient(stats.norms, counts)
-        return {name: coefficient(norms, counts) for name, norms in stats.norms_by_parameter.items()}
+        unit = stats.counts if per_count and stats.counts is not None else 1.0
+        bound = max_norm * unit
+        coefficients: dict[str, Tensor] = {}
+        for name, norms in ({"": stats.norms} if by is None else stats.norms_by_parameter).items():
+            if mode == "automatic":
+                coefficients[name] = quotient(bound, norms + gamma * unit)
+            else:
+                coefficients[name] = torch.where(norms > bound, bound / norms, float(max_norm > 0))
+        return coefficients[""] if by is None else coefficients
 
     length = "‖{g} of p‖" if by else "‖{g}‖"
     bound = f"{max_norm}·count" if per_count else f"{max_norm}"

@@ -103,10 +103,10 @@ class SampleTransform:
         if not values.is_floating_point():
             values = values.to(torch.get_default_dtype())
         checks = current_checks()
-        if checks is None:
-            self._check_finite(values)
-        else:
+        if checks is not None:
             checks.add(self._check_finite, values)
+        elif not all_finite(values):
+            self._check_finite(values)  # raises
         return values
 
     def _check_finite(self, values: Tensor) -> None:

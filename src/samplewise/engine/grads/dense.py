@@ -4,7 +4,7 @@ so that one operation computes a quantity of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -89,32 +89,32 @@ def weighted_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 def pack_rows(grads: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
     """The same gradients, of one tensor of rows each, with those of one dtype and device in one matrix."""
-    names: dict[object, list[str]] = {}
+    groups: dict[object, dict[str, DenseGrad]] = {}
     for name, grad in grads.items():
         rows = grad.parts[0]
-        names.setdefault((rows.dtype, rows.device), []).append(name)
+        groups.setdefault((rows.dtype, rows.device), {})[name] = grad
     packed = dict(grads)  # in this order, whatever the dtypes
-    for together in names.values():
-        pack = RowPack([grads[name].parts[0] for name in together])
-        for number, name in enumerate(together):
-            packed[name] = PackedGrad(pack, number, grads[name]._term_norms)
+    for group in groups.values():
+        pack = RowPack(group.values())
+        for number, (name, grad) in enumerate(group.items()):
+            packed[name] = PackedGrad(pack, number, grad._term_norms)
     return packed
 
 
 class RowPack:
-    """Matrix (b, sum of widths) of the rows (b, *shape) of several parameters.
+    """Matrix (b, sum of widths) of the rows of several parameters.
 
     It has a copy of the rows: the tensors they came from may change afterwards.
     """
 
-    def __init__(self, rows: Sequence[Tensor]):
-        self.samples = rows[0].shape[0]
+    def __init__(self, grads: Iterable[DenseGrad]):
         self.shapes: list[tuple[int, ...]] = []
         self.widths: list[int] = []
         matrices = []
-        for tensor in rows:
-            flat = tensor if tensor.dim() == 2 else tensor.reshape(self.samples, -1)
-            self.shapes.append(tuple(tensor.shape[1:]))
+        for grad in grads:
+            rows = grad.parts[0]
+            flat = rows if rows.dim() == 2 else rows.reshape(grad.samples, -1)
+            self.shapes.append(grad.shape)
             self.widths.append(flat.shape[1])
             matrices.append(flat)
         self.matrix = torch.cat(matrices, 1)
@@ -138,7 +138,7 @@ class PackedGrad(DenseGrad):
         self.pack = pack
         self.number = number
         self.shape = pack.shapes[number]
-        self.samples = pack.samples
+        self.samples = pack.matrix.shape[0]
         self.step = self.samples
 
     @cached_property

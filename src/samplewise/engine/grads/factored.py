@@ -25,7 +25,6 @@ from samplewise.engine.grads.kernels import (
     frobenius_norms,
     largest_magnitudes,
     mm,
-    prefers_onednn,
     root,
     scale_to_one,
     total,
@@ -42,10 +41,6 @@ FEW_ELEMENTS = 2**20
 LARGEST_PART = 2**22
 # Rows of at most this fraction of the size of the factors give norms faster than pairs of tokens do.
 ROWS_PAY_FOR_NORMS = 0.75
-# Gram matrices of tokens are symmetric. From this many tokens on, they are computed in four blocks of columns, each
-# from the diagonal on: products of many rows with few columns are efficient, those of few rows are not. Matrix kernels
-# are fastest for multiples of 16 columns.
-MANY_TOKENS = 48
 
 
 class OneHot(NamedTuple):
@@ -73,82 +68,6 @@ class Term(NamedTuple):
         return next(factor.dtype for factor in (self.right, self.left) if isinstance(factor, Tensor))
 
 
-def _table(factor: Factor) -> Tensor:
-    return factor.positions if isinstance(factor, OneHot) else factor
-
-
-def _size(factor: Factor) -> int:
-    return factor.size if isinstance(factor, OneHot) else factor.shape[-1]
-
-
-def _select(factor: Factor, samples: slice | Tensor) -> Factor:
-    return OneHot(factor.positions[samples], factor.size) if isinstance(factor, OneHot) else factor[samples]
-
-
-def _times(factor: Factor, matrix: Tensor) -> Tensor:
-    """Product of a factor (b, t, o) with a matrix (o, k): (b, t, k)."""
-    return matrix[factor.positions] if isinstance(factor, OneHot) else factor @ matrix
-
-
-def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
-    """Inner products of all pairs of tokens of the same sample, (b, t, s)."""
-    if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return (a.positions[:, :, None] == b.positions[:, None, :]).to(dtype)
-    if isinstance(a, OneHot):
-        return _inner(b, a, dtype).transpose(1, 2)
-    if isinstance(b, OneHot):
-        return a.gather(2, b.positions[:, None, :].expand(-1, a.shape[1], -1))
-    return bmm(a, b.transpose(1, 2))
-
-
-def _sum_term(term: Term, weights: Tensor | None) -> Tensor:
-    """Sum over b and t of weights[b] left[b, t] right[b, t], (o, i)."""
-    left, right = term
-    if isinstance(left, OneHot):
-        return _scatter_sum(left, right, weights)
-    if isinstance(right, OneHot):
-        return _scatter_sum(right, left, weights).T
-    if weights is not None:
-        column = (weights if weights.dtype is left.dtype else weights.to(left.dtype)).view(-1, 1, 1)
-        if left.shape[-1] < right.shape[-1]:  # the smaller factor is multiplied by the weights
-            left = left * column
-        else:
-            right = right * column
-    return mm(left.flatten(0, 1).t(), right.flatten(0, 1))
-
-
-def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None, into: Tensor | None = None) -> Tensor:
-    assert isinstance(values, Tensor)
-    if weights is not None:
-        values = values * weights.to(values.dtype).view(-1, 1, 1)
-    flat = values.flatten(0, 1)
-    table = flat.new_zeros(hot.size, flat.shape[1]) if into is None else into
-    return table.index_add_(0, hot.positions.flatten(), flat)
-
-
-def _term_rows(term: Term) -> Tensor:
-    """Rows (b, o, i) of one term."""
-    left, right = term
-    if isinstance(left, OneHot):
-        assert isinstance(right, Tensor)
-        return _scatter_rows(right.new_zeros(len(right), left.size, right.shape[2]), left, right)
-    if isinstance(right, OneHot):
-        return _term_rows(Term(right, left)).transpose(1, 2)
-    return bmm(left.transpose(1, 2), right)
-
-
-def _scatter_rows(rows: Tensor, hot: OneHot, values: Tensor) -> Tensor:
-    """Add values (b, t, i) in place to the rows (b, o, i) at the positions of `hot` in dimension o."""
-    first = hot.size * torch.arange(len(rows), device=rows.device)[:, None]
-    rows.view(-1, rows.shape[2]).index_add_(0, (hot.positions + first).flatten(), values.flatten(0, 1))
-    return rows
-
-
-def _lookups_last(terms: Sequence[Term]) -> list[Term]:
-    """Terms, those of embeddings after the others: they can be added in place."""
-    return sorted(terms, key=lambda term: isinstance(term.left, OneHot))
-
-
 class FactoredGrad(PerSampleGrad):
     """Per-sample gradients as a sum of terms, each a sum over tokens of outer products; rows are computed on demand."""
 
@@ -171,7 +90,10 @@ class FactoredGrad(PerSampleGrad):
 
     def transpose(self) -> FactoredGrad:
         shape = self.shape if len(self.shape) == 2 else self.matrix
-        return FactoredGrad([Term(t.right, t.left) for t in self.terms], shape[::-1])
+        terms = []
+        for left, right in self.terms:
+            terms.append(Term(right, left))
+        return FactoredGrad(terms, shape[::-1])
 
     def select(self, samples: slice | Tensor) -> FactoredGrad:
         """Gradients of these samples."""
@@ -228,7 +150,10 @@ class FactoredGrad(PerSampleGrad):
         # different terms count twice.
         pairs = PairSums()
         for n, p in enumerate(self.terms):
-            _add_pairs_within(pairs, p)
+            if isinstance(p.left, Tensor) and isinstance(p.right, Tensor):
+                pairs.add_within(p.left, p.right)
+            else:
+                pairs.add(_inner(p.left, p.left, p.dtype), _inner(p.right, p.right, p.dtype))
             for q in self.terms[n + 1 :]:
                 pairs.add(_inner(p.left, q.left, p.dtype), _inner(p.right, q.right, p.dtype), 2)
         if not exactly:
@@ -356,29 +281,55 @@ class FactoredGrad(PerSampleGrad):
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
 
 
-def _as_double(factor: Factor) -> Factor:
-    if isinstance(factor, OneHot):
-        return factor
-    return factor.to(torch.complex128 if factor.is_complex() else torch.float64)
+# --- terms ------------------------------------------------------------------------------------------------------------
 
 
-def _largest(factor: Factor) -> Tensor:
-    """Largest absolute value of each sample, (b,), or a scalar."""
-    return torch.ones(()) if isinstance(factor, OneHot) else largest_magnitudes(factor)
+def _join_terms(terms: Sequence[Term]) -> list[Term]:
+    """Concatenate terms with the same kinds of factors along the tokens: the steps of an RNN become one sequence."""
+    kinds: dict[tuple[bool, bool], list[Term]] = {}
+    for term in terms:
+        kinds.setdefault((isinstance(term.left, OneHot), isinstance(term.right, OneHot)), []).append(term)
+    return [
+        Term(_join_tokens([t.left for t in group]), _join_tokens([t.right for t in group])) for group in kinds.values()
+    ]
 
 
-def _norms_of(factor: Factor) -> Tensor:
-    if isinstance(factor, OneHot):
-        return factor.positions.new_full((), factor.positions.shape[1]).sqrt()
-    return frobenius_norms(factor)
+def _join_tokens(factors: Sequence[Factor]) -> Factor:
+    if len(factors) == 1:
+        return factors[0]
+    tables = torch.cat([_table(f) for f in factors], dim=1)
+    return OneHot(tables, factors[0].size) if isinstance(factors[0], OneHot) else tables
+
+
+def _lookups_last(terms: Sequence[Term]) -> list[Term]:
+    """Terms, those of embeddings after the others: they can be added in place."""
+    return sorted(terms, key=lambda term: isinstance(term.left, OneHot))
+
+
+def _term_rows(term: Term) -> Tensor:
+    """Rows (b, o, i) of one term."""
+    left, right = term
+    if isinstance(left, OneHot):
+        assert isinstance(right, Tensor)
+        return _scatter_rows(right.new_zeros(len(right), left.size, right.shape[2]), left, right)
+    if isinstance(right, OneHot):
+        return _term_rows(Term(right, left)).transpose(1, 2)
+    return bmm(left.transpose(1, 2), right)
+
+
+def _scatter_rows(rows: Tensor, hot: OneHot, values: Tensor) -> Tensor:
+    """Add values (b, t, i) in place to the rows (b, o, i) at the positions of `hot` in dimension o."""
+    first = hot.size * torch.arange(len(rows), device=rows.device)[:, None]
+    rows.view(-1, rows.shape[2]).index_add_(0, (hot.positions + first).flatten(), values.flatten(0, 1))
+    return rows
 
 
 def _squared_norms_of_lookup(term: Term) -> Tensor:
     """Squared norms (b,) from the sums of values (b, t, i) with the same position, without pairs that may cancel."""
     hot, values = term if isinstance(term.left, OneHot) else (term.right, term.left)
     assert isinstance(hot, OneHot) and isinstance(values, Tensor)
-    same = hot.positions[:, :, None] == hot.positions[:, None, :]
-    first = same.to(torch.uint8).argmax(2)  # first token with the same position
+    coincide = hot.positions[:, :, None] == hot.positions[:, None, :]
+    first = coincide.to(torch.uint8).argmax(2)  # first token with the same position
     result = torch.zeros_like(values).scatter_add(1, first[:, :, None].expand_as(values), values)
     return flat_squared_norms(result.flatten(1))
 
@@ -401,33 +352,74 @@ def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
 _last_selection: tuple[Callable[[], Tensor | None], Tensor | None] = (lambda: None, None)
 
 
-def _add_pairs_within(pairs: PairSums, term: Term) -> None:
-    """Add the inner products of all pairs of tokens of a term: those below the diagonal twice, in blocks of columns."""
+def _sum_term(term: Term, weights: Tensor | None) -> Tensor:
+    """Sum over b and t of weights[b] left[b, t] right[b, t], (o, i)."""
     left, right = term
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or term.tokens < MANY_TOKENS:
-        pairs.add(_inner(left, left, term.dtype), _inner(right, right, term.dtype))
-        return
-    # Two blocks if they are large enough for the faster kernels.
-    half = -(-term.tokens // 2)
-    blocks = 2 if prefers_onednn(left, right, half, half, min(left.shape[2], right.shape[2])) else 4
-    step = 16 * -(-term.tokens // (16 * blocks))
-    for at in range(0, term.tokens, step):
-        of_left, of_right = (bmm(f[:, at:], f[:, at : at + step].transpose(1, 2)) for f in (left, right))
-        pairs.add(of_left, of_right, multiple=2, once=min(step, term.tokens - at))
+    if isinstance(left, OneHot):
+        return _scatter_sum(left, right, weights)
+    if isinstance(right, OneHot):
+        return _scatter_sum(right, left, weights).T
+    if weights is not None:
+        column = (weights if weights.dtype is left.dtype else weights.to(left.dtype)).view(-1, 1, 1)
+        if left.shape[-1] < right.shape[-1]:  # the smaller factor is multiplied by the weights
+            left = left * column
+        else:
+            right = right * column
+    return mm(left.flatten(0, 1).t(), right.flatten(0, 1))
 
 
-def _join_terms(terms: Sequence[Term]) -> list[Term]:
-    """Concatenate terms with the same kinds of factors along the tokens: the steps of an RNN become one sequence."""
-    kinds: dict[tuple[bool, bool], list[Term]] = {}
-    for term in terms:
-        kinds.setdefault((isinstance(term.left, OneHot), isinstance(term.right, OneHot)), []).append(term)
-    return [
-        Term(_join_tokens([t.left for t in group]), _join_tokens([t.right for t in group])) for group in kinds.values()
-    ]
+def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None, into: Tensor | None = None) -> Tensor:
+    assert isinstance(values, Tensor)
+    if weights is not None:
+        values = values * weights.to(values.dtype).view(-1, 1, 1)
+    flat = values.flatten(0, 1)
+    table = flat.new_zeros(hot.size, flat.shape[1]) if into is None else into
+    return table.index_add_(0, hot.positions.flatten(), flat)
 
 
-def _join_tokens(factors: Sequence[Factor]) -> Factor:
-    if len(factors) == 1:
-        return factors[0]
-    tables = torch.cat([_table(f) for f in factors], dim=1)
-    return OneHot(tables, factors[0].size) if isinstance(factors[0], OneHot) else tables
+# --- factors ----------------------------------------------------------------------------------------------------------
+
+
+def _table(factor: Factor) -> Tensor:
+    return factor.positions if isinstance(factor, OneHot) else factor
+
+
+def _size(factor: Factor) -> int:
+    return factor.size if isinstance(factor, OneHot) else factor.shape[-1]
+
+
+def _select(factor: Factor, samples: slice | Tensor) -> Factor:
+    return OneHot(factor.positions[samples], factor.size) if isinstance(factor, OneHot) else factor[samples]
+
+
+def _times(factor: Factor, matrix: Tensor) -> Tensor:
+    """Product of a factor (b, t, o) with a matrix (o, k): (b, t, k)."""
+    return matrix[factor.positions] if isinstance(factor, OneHot) else factor @ matrix
+
+
+def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
+    """Inner products of all pairs of tokens of the same sample, (b, t, s)."""
+    if isinstance(a, OneHot) and isinstance(b, OneHot):
+        return (a.positions[:, :, None] == b.positions[:, None, :]).to(dtype)
+    if isinstance(a, OneHot):
+        return _inner(b, a, dtype).transpose(1, 2)
+    if isinstance(b, OneHot):
+        return a.gather(2, b.positions[:, None, :].expand(-1, a.shape[1], -1))
+    return bmm(a, b.transpose(1, 2))
+
+
+def _as_double(factor: Factor) -> Factor:
+    if isinstance(factor, OneHot):
+        return factor
+    return factor.to(torch.complex128 if factor.is_complex() else torch.float64)
+
+
+def _largest(factor: Factor) -> Tensor:
+    """Largest absolute value of each sample, (b,), or a scalar."""
+    return torch.ones(()) if isinstance(factor, OneHot) else largest_magnitudes(factor)
+
+
+def _norms_of(factor: Factor) -> Tensor:
+    if isinstance(factor, OneHot):
+        return factor.positions.new_full((), factor.positions.shape[1]).sqrt()
+    return frobenius_norms(factor)

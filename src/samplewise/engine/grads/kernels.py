@@ -23,6 +23,10 @@ from samplewise.engine.deferred_checks import is_traced
 
 # A sum below this fraction of the sum of absolute values of its terms has lost too many digits to cancellation.
 CANCELLED = 1e-3
+# Gram matrices of tokens are symmetric. From this many tokens on, they are computed in four blocks of columns, each
+# from the diagonal on: products of many rows with few columns are efficient, those of few rows are not. Matrix kernels
+# are fastest for multiples of 16 columns.
+MANY_TOKENS = 48
 # Number of multiplications of one product above which oneDNN is faster, and smallest m, n and k.
 LARGE = 2**21
 NARROW = 4
@@ -124,6 +128,22 @@ class PairSums:
         self._add(pairs, values, multiple)
         if once:
             self._add(pairs[:, :once], values[:, :once], 1 - multiple)
+
+    def add_within(self, left: Tensor, right: Tensor) -> None:
+        """Add the products of the inner products of all pairs of rows of left (b, t, o) and of right (b, t, i): those
+        below the diagonal twice, in blocks of columns.
+        """
+        tokens = left.shape[1]
+        if tokens < MANY_TOKENS:
+            self.add(bmm(left, left.transpose(1, 2)), bmm(right, right.transpose(1, 2)))
+            return
+        # Two blocks if they are large enough for the faster kernels.
+        half = -(-tokens // 2)
+        blocks = 2 if prefers_onednn(left, right, half, half, min(left.shape[2], right.shape[2])) else 4
+        step = 16 * -(-tokens // (16 * blocks))
+        for at in range(0, tokens, step):
+            of_left, of_right = (bmm(f[:, at:], f[:, at : at + step].transpose(1, 2)) for f in (left, right))
+            self.add(of_left, of_right, multiple=2, once=min(step, tokens - at))
 
     def _add(self, pairs: Tensor, values: Tensor, multiple: int) -> None:
         self._sums.append(pairs.sum((1, 2)) * multiple)
