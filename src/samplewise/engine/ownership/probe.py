@@ -168,9 +168,13 @@ def _by_codes(passes: Passes, plain: list[Tensor], codes: Codes) -> list[Tensor]
     owners = [torch.where((o >= 0) & (o < len(samples)), samples[o.clamp(0, len(samples) - 1)], o) for o in owners]
     sizes = torch.stack([_sizes(o, p, graph.samples) for o, p in zip(owners, plain, strict=True)])
     relative = sizes / sizes.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    # Weights that make all samples equally large: a contribution that was lost to rounding beside a larger one shows.
+    # Powers of two that make all samples about equally large, times a random one of 1 to 8: a contribution that was
+    # lost to rounding beside a larger one shows.
+    largest = relative.amax(0)
+    exponents = -torch.frexp(torch.where(largest > 0, largest, 2.0**-codes.base)).exponent.long()
     for _ in range(BALANCED_PASSES):
-        balanced = _balance_weights(relative, codes)
+        jitter = torch.randint(4, (graph.samples,), generator=_generator).to(exponents.device)
+        balanced = code_powers(codes).to(exponents.device)[(exponents + jitter).clamp(0, codes.base - 1)]
         checked = passes.run(balanced.to(graph.losses.dtype))
         if not _finite(checked):
             return None
@@ -245,14 +249,6 @@ def _sizes(owner: Tensor, plain: Tensor, samples: int) -> Tensor:
 
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
-
-
-def _balance_weights(sizes: Tensor, codes: Codes) -> Tensor:
-    """Powers of two (b,) that cancel the magnitudes `sizes` (edges, b) of the samples, times a random one of 1 to 8."""
-    largest = sizes.amax(0)
-    exponents = -torch.frexp(torch.where(largest > 0, largest, 2.0**-codes.base)).exponent.long()
-    jitter = torch.randint(4, (sizes.shape[1],), generator=_generator).to(sizes.device)
-    return code_powers(codes).to(sizes.device)[(exponents + jitter).clamp(0, codes.base - 1)]
 
 
 @cache

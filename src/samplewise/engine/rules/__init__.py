@@ -5,17 +5,19 @@
 Uses without a rule, and uses for which the rule returns None, are computed by `generic`: the same values, slower.
 """
 
+from functools import partial
+
 from samplewise.engine.rules import broadcast, convolution, matrices, recurrent
 from samplewise.engine.rules.rule_input import OperandRule as OperandRule
 from samplewise.engine.rules.rule_input import Rule as Rule
 from samplewise.engine.rules.rule_input import Use as Use
 
 RULES: dict[tuple[str, int], Rule] = {
-    ("Mm", 0): Rule(matrices.mm_left, ("mat2",)),
-    ("Mm", 1): Rule(matrices.mm_right, ("self",)),
+    ("Mm", 0): Rule(partial(matrices.left_operand, right="mat2"), ("mat2",)),
+    ("Mm", 1): Rule(partial(matrices.right_operand, left="self"), ("self",)),
     ("Addmm", 0): Rule(matrices.addmm_bias),
-    ("Addmm", 1): Rule(matrices.addmm_left, ("mat2",)),
-    ("Addmm", 2): Rule(matrices.addmm_right, ("mat1",)),
+    ("Addmm", 1): Rule(partial(matrices.left_operand, right="mat2"), ("mat2",)),
+    ("Addmm", 2): Rule(partial(matrices.right_operand, left="mat1"), ("mat1",)),
     ("Bmm", 0): Rule(matrices.bmm_left, ("mat2",)),
     ("Bmm", 1): Rule(matrices.bmm_right, ("self",)),
     ("GroupedMm", 1): Rule(matrices.grouped_right, ("self", "offs")),

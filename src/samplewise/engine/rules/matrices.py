@@ -23,45 +23,35 @@ from samplewise.engine.rules.rule_input import Use, summed
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def right_operand(use: Use, left: str, scale: float = 1) -> PerSampleGrad | None:
-    """Gradients of W in mm(a, W): outer products of the rows of a with the rows of the output's gradient."""
+def right_operand(use: Use, left: str) -> PerSampleGrad | None:
+    """Rule for W in mm(a, W) and addmm: outer products of the rows of a with the rows of the output's gradient. `left`:
+    name of a.
+    """
     rows = use.rows(1)
     a = use.tensor(left)
     g = use.gradient
     if rows is None or a.is_complex() or g.is_complex():
         return None
-    return FactoredGrad([Term(rows.gather(a), rows.gather(g if scale == 1 else g * scale))], use.shape)
+    alpha = getattr(use.node, "_saved_alpha", 1)  # mm has none
+    return FactoredGrad([Term(rows.gather(a), rows.gather(g if alpha == 1 else g * alpha))], use.shape)
 
 
-def left_operand(use: Use, right: str, scale: float = 1) -> PerSampleGrad | None:
-    """Gradients of W in mm(W, a): outer products of the columns of the output's gradient with the columns of a."""
+def left_operand(use: Use, right: str) -> PerSampleGrad | None:
+    """Rule for W in mm(W, a) and addmm: outer products of the columns of the output's gradient with the columns of a.
+    `right`: name of a.
+    """
     columns = use.permuted_rows((1, 0), 1)
     a = use.tensor(right).T
     g = use.gradient.T
     if columns is None or a.is_complex() or g.is_complex():
         return None
-    return FactoredGrad([Term(columns.gather(g if scale == 1 else g * scale), columns.gather(a))], use.shape)
-
-
-def mm_left(use: Use) -> PerSampleGrad | None:
-    return left_operand(use, "mat2")
-
-
-def mm_right(use: Use) -> PerSampleGrad | None:
-    return right_operand(use, "self")
+    alpha = getattr(use.node, "_saved_alpha", 1)  # mm has none
+    return FactoredGrad([Term(columns.gather(g if alpha == 1 else g * alpha), columns.gather(a))], use.shape)
 
 
 def addmm_bias(use: Use) -> PerSampleGrad | None:
     beta = use.node._saved_beta
     return summed(use, use.gradient if beta == 1 else use.gradient * beta)
-
-
-def addmm_left(use: Use) -> PerSampleGrad | None:
-    return left_operand(use, "mat2", use.node._saved_alpha)
-
-
-def addmm_right(use: Use) -> PerSampleGrad | None:
-    return right_operand(use, "mat1", use.node._saved_alpha)
 
 
 def mv_vector(use: Use) -> PerSampleGrad | None:
