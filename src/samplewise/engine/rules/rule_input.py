@@ -122,12 +122,12 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
     target = use.shape if shape is None else shape
     aligned = (1,) * (values.dim() - len(target)) + target
     owner_map = use.owner_maps[0]
-    if isinstance(owner_map, Irregular):
+    if isinstance(owner_map, Irregular):  # rows of a sample are in any order, so that they are gathered first
         row_dims = next((d for d, size in enumerate(aligned) if size != 1), len(aligned))
-        gather = owner_map.rows(tuple(values.shape), row_dims)
-        if gather is None or row_dims == 0:
+        rows_of_samples = owner_map.rows(tuple(values.shape), row_dims)
+        if rows_of_samples is None or row_dims == 0:
             return None
-        tokens = gather.gather(values.flatten(0, row_dims - 1))
+        tokens = rows_of_samples.gather(values.flatten(0, row_dims - 1))
         terms = tokens.reshape(use.samples, -1, *(1,) * (row_dims - 1), *values.shape[row_dims:])
         dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and terms.shape[d + 1] != 1]
         return _sum_over(use, terms, sorted({1, *dims}))
