@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import samplewise as sw
-from samplewise.engine.grads.by_rows import random_signs
+from samplewise.engine.grads.kernels import random_signs
 
 logging.getLogger("STORE").setLevel(logging.ERROR)
 

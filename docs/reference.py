@@ -22,7 +22,7 @@ from samplewise.loop import callbacks, events, loggers
 from samplewise.privacy.audit import PrivacyAudit
 from samplewise.privacy.meter import PrivacyMeter, Spent
 from samplewise.step.update import Totals
-from samplewise.testing import rules
+from samplewise.testing import check_rule
 
 TARGET = Path(__file__).with_name("reference.md")
 
@@ -79,7 +79,7 @@ def page() -> str:
     parts += [entry(name, each) for name, each in classes(callbacks)]
     parts += ["### Events", text(events), "## Loggers", f"In `sw.loggers`. {text(loggers)}"]
     parts += [entry(name, each) for name, each in classes(loggers)]
-    parts += ["## Gradient rules", "In `samplewise.testing`.", entry("check_rule", rules.check_rule)]
+    parts += ["## Gradient rules", "In `samplewise.testing`.", entry("check_rule", check_rule)]
     parts += ["## Errors and warnings", text(samplewise.errors)]
     parts += ["\n".join(f"- `sw.{name}`: {getattr(samplewise, name).__doc__}" for name in errors())]
     return "\n\n".join(parts) + "\n"

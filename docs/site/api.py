@@ -17,7 +17,7 @@ import reference
 import samplewise
 from samplewise.attribution import evaluate
 from samplewise.loop import callbacks, events, loggers
-from samplewise.testing import rules
+from samplewise.testing import check_rule
 
 
 def pages() -> dict[str, str]:
@@ -98,7 +98,7 @@ def loggers_page() -> str:
 
 
 def testing_page() -> str:
-    found = entry("check_rule", rules.check_rule, "samplewise.testing")
+    found = entry("check_rule", check_rule, "samplewise.testing")
     return f"# Gradient rules\n\nIn `samplewise.testing`.\n\n{found}\n"
 
 

@@ -55,11 +55,11 @@ from samplewise.step.backward import backward as backward
 from samplewise.step.config import sgd as sgd
 from samplewise.step.step import Step as Step
 from samplewise.step.update import Update as Update
-from samplewise.transforms.align import align as align
 from samplewise.transforms.chain import chain as chain
 from samplewise.transforms.clip import clip as clip
-from samplewise.transforms.drop import drop as drop
-from samplewise.transforms.group import group as group
-from samplewise.transforms.noise import noise as noise
-from samplewise.transforms.normalize import normalize as normalize
+from samplewise.transforms.clip import normalize as normalize
+from samplewise.transforms.sums import group as group
+from samplewise.transforms.sums import noise as noise
+from samplewise.transforms.weight import align as align
+from samplewise.transforms.weight import drop as drop
 from samplewise.transforms.weight import weight as weight

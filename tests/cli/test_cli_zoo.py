@@ -14,7 +14,7 @@ from zoo import CASES
 
 from samplewise.cli import zoo
 from samplewise.core import progress
-from samplewise.engine.rules import RULES, Rule, elementwise
+from samplewise.engine.rules import RULES, Rule, broadcast
 from samplewise.testing.case import Case, noise, squared_loss
 from samplewise.testing.runner import PRECISIONS
 
@@ -54,7 +54,7 @@ def test_fp64_is_the_default():
 
 @pytest.mark.usefixtures("few")
 def test_a_broken_rule():
-    off = Rule(lambda use: elementwise.summed(use, 1.5 * use.gradient))
+    off = Rule(lambda use: broadcast.summed(use, 1.5 * use.gradient))
     with mock.patch.dict(RULES, {("Addmm", 0): off}):
         result = command("doctor", "--zoo", "--device", "cpu")
     assert result.exit_code == 1

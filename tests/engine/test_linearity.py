@@ -8,7 +8,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import hook_checks, hook_refusal
-from samplewise.engine.ownership import linearity, probe, verify
+from samplewise.engine.ownership import probe, verify, weighted_passes
 from samplewise.testing.case import Net, noise
 
 B = 6
@@ -258,7 +258,7 @@ def assert_rows_of_reference(losses, model):
 @pytest.mark.parametrize("place", ON_ACTIVATIONS)
 @pytest.mark.parametrize("change", [*APART, *TOGETHER, *SCALED, *LINEAR])
 def test_where_sums_are_not_deterministic(change, place, monkeypatch):
-    for module in (hook_checks, hook_refusal, linearity, probe, verify):
+    for module in (hook_checks, hook_refusal, weighted_passes, probe, verify):
         monkeypatch.setattr(module, "is_deterministic", lambda graph: False)
     model = net()
     for _ in range(2):

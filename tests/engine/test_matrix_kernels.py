@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from samplewise.engine.grads import matrix_kernels
-from samplewise.engine.grads.matrix_kernels import bmm, mm, prefers_onednn
+from samplewise.engine.grads import kernels
+from samplewise.engine.grads.kernels import bmm, mm, prefers_onednn
 
 
 @pytest.fixture
 def by_onednn(monkeypatch):
     """Products of any size by oneDNN, also on processors for which MKL is as fast."""
-    monkeypatch.setattr(matrix_kernels, "LARGE", 0)
-    monkeypatch.setattr(matrix_kernels, "NARROW", 1)
-    monkeypatch.setattr(matrix_kernels, "_mkl_is_slow", lambda: True)
+    monkeypatch.setattr(kernels, "LARGE", 0)
+    monkeypatch.setattr(kernels, "NARROW", 1)
+    monkeypatch.setattr(kernels, "_mkl_is_slow", lambda: True)
 
 
 def noise(*shape):
@@ -74,7 +74,7 @@ def test_other_products_stay_with_torch(by_onednn, monkeypatch, change):
     elif change == "differentiable":
         a.requires_grad_()
     elif change == "small":
-        monkeypatch.setattr(matrix_kernels, "LARGE", 33 * 24 * 40)
+        monkeypatch.setattr(kernels, "LARGE", 33 * 24 * 40)
     elif change == "switched off":
         switch_off_onednn(monkeypatch)
     assert not prefers_onednn(a, b, 33, 24, 40)

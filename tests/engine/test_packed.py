@@ -8,7 +8,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine import plan
 from samplewise.engine.gradients import accumulate
-from samplewise.engine.grads.packed import PackedGrad
+from samplewise.engine.grads.dense import PackedGrad
 from samplewise.errors import NonFiniteGradientError
 
 X = torch.linspace(-2, 2, 20).double().sin().view(5, 4)

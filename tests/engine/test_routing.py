@@ -11,8 +11,7 @@ from torch import nn
 from samplewise.engine.graph.graph import Edge, Graph
 from samplewise.engine.ownership.cut import find_cut
 from samplewise.engine.ownership.independence import Constants
-from samplewise.engine.ownership.indexing import read_owners
-from samplewise.engine.ownership.local_probe import _NodePasses
+from samplewise.engine.ownership.local_probe import _NodePasses, read_owners
 from samplewise.engine.ownership.owner_map import Regular
 from samplewise.engine.ownership.ownership import owners
 from samplewise.engine.ownership.probe import MIXED, probe_passes

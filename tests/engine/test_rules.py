@@ -11,7 +11,7 @@ import samplewise as sw
 from samplewise.engine.rules import RULES, Rule
 from samplewise.engine.rules.rule_input import summed
 from samplewise.testing.case import Net, noise, weight
-from samplewise.testing.rules import check_rule
+from samplewise.testing.conformance import check_rule
 
 SAMPLES = 4
 

@@ -10,7 +10,7 @@ import samplewise as sw
 from samplewise.engine.graph.graph import Graph
 from samplewise.engine.graph.structure import forget_structures
 from samplewise.engine.ownership import layouts, verify
-from samplewise.engine.ownership.masked_passes import distinct_powers
+from samplewise.engine.ownership.weighted_passes import distinct_powers
 from samplewise.testing.case import Net, noise
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import samplewise as sw
 from samplewise.errors import TransformError
-from samplewise.transforms.sensitivity import sensitivity
+from samplewise.transforms.chain import sensitivity
 
 pytest.importorskip("dp_accounting")
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from zoo import CASES
 
-from samplewise.engine.rules import RULES, Rule, elementwise
+from samplewise.engine.rules import RULES, Rule, broadcast
 from samplewise.testing.case import Case, noise, squared_loss
 from samplewise.testing.compare import Disagreement
 from samplewise.testing.runner import BF16, FP32, FP64, PRECISIONS, count_outcomes, prepare_comparison, run_case
 
 CPU = torch.device("cpu")
-OFF = {("Addmm", 0): Rule(lambda use: elementwise.summed(use, 1.5 * use.gradient))}
+OFF = {("Addmm", 0): Rule(lambda use: broadcast.summed(use, 1.5 * use.gradient))}
 each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import samplewise as sw
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.transform import Reference
 
 
 def given(*norms, losses=None, **options):

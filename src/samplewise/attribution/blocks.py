@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.attribution.curvature import Rows
-from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import CHUNK
+from samplewise.engine.grads.base import CHUNK, PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
 

@@ -90,7 +90,7 @@ class Passes:
 
 
 def _first_sample(form: PerSampleGrad) -> PerSampleGrad:
-    return form.some(slice(0, 1)) if isinstance(form, FactoredGrad) else DenseGrad(form.rows(0, 1))
+    return form.select(slice(0, 1)) if isinstance(form, FactoredGrad) else DenseGrad(form.rows(0, 1))
 
 
 # --- first pass ----------------------------------------------------------------------------------------------------

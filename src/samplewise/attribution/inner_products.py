@@ -23,7 +23,6 @@ from samplewise.attribution.curvature import Curvature, Rows, check_shapes, chec
 from samplewise.attribution.ekfac import EKFAC
 from samplewise.engine.gradients import Gradients, factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import chunks
 from samplewise.engine.grads.dense import DenseGrad
 
 CHUNK = 2**24  # elements of training rows held at a time for norms
@@ -113,7 +112,7 @@ class Eigenbasis:
         return {block: block.coordinates(with_zeros(forms, block, shapes, len(g))) for block in self.curvature.blocks}
 
     def _squares(self, block: Block, form: PerSampleGrad) -> Iterator[Tensor]:
-        return ((rows * divided(block, rows, self.damping)).flatten(1).sum(1) for _, rows in chunks(form))
+        return ((rows * divided(block, rows, self.damping)).flatten(1).sum(1) for _, rows in form.chunks())
 
 
 def _roots(squares: Iterator[Tensor]) -> Tensor:

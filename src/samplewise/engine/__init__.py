@@ -10,11 +10,10 @@ Data flows in this order:
     Once per graph structure and shapes:
            ─ ownership/  the sample that owns each element of a gradient, as an owner_map, node by node (ownership):
              layouts     from shapes and saved numbers, for known operations,
-             indexing    from saved indices,
-             local_probe or by calls of the node itself, whose answers are claims
+             local_probe from saved indices, or by calls of the node itself, whose answers are claims
              verify      verification of the result with extra backward passes
              probe       if this does not suffice: backward passes through the whole graph, whose loss weights are
-                         powers of two; masked_passes: with some of them zero; linearity: error if a pass is not linear
+                         powers of two; weighted_passes: with some of them zero, error if a pass is not linear
              cut         boundary below which a gradient mixes samples; independence: error if samples depend on
                          each other there
            ─ plan        rule for each use of a parameter; parameter_side: operations between the use and

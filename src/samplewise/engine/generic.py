@@ -17,11 +17,10 @@ from torch import Tensor
 from samplewise.core.memory import is_out_of_memory
 from samplewise.engine.backward import pull_back
 from samplewise.engine.deferred_checks import is_traced
-from samplewise.engine.grads import by_rows
-from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
+from samplewise.engine.grads.base import CHUNK, PerSampleGrad, RowwiseGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel, operation
 from samplewise.engine.graph.saved import block_of, run_in_backward
-from samplewise.engine.ownership.linearity import is_additive, largest
+from samplewise.engine.ownership.weighted_passes import is_additive, largest
 from samplewise.engine.rules.rule_input import HALF_PRECISION, Use, accumulable, summed
 
 FEW = 4  # torch.vmap takes longer than this number of calls
@@ -138,11 +137,11 @@ class GenericGrad(RowwiseGrad):
         if weights is None:
             return accumulable(self._call(self.use.gradients))
         if any(g.dtype in HALF_PRECISION for g in self.use.gradients.values()):
-            return by_rows.sum(self, weights)  # weighted gradients would be rounded to half precision
+            return self.sum_of_rows(weights)  # weighted gradients would be rounded to half precision
         return self._call(self._weighted_gradients(weights))
 
     def summed_apart(self, weights: Tensor | None) -> Tensor:
-        return by_rows.sum(self, weights)  # the operation may cancel what is large in the output's gradient
+        return self.sum_of_rows(weights)  # the operation may cancel what is large in the output's gradient
 
     def is_linear(self, graph: Graph, weights: Tensor) -> bool:
         """True if the node's backward is linear: compared for all samples, and for samples with these weights (b,)."""
@@ -271,7 +270,7 @@ class Pullback:
     def rows(self, number: int, start: int, stop: int) -> Tensor:
         """Rows (stop - start, *shape) of one parameter. Those of the others are computed with it."""
         if self._samples != (start, stop) or self._versions[number] != _version(self._rows[number]):
-            step = max(1, by_rows.CHUNK // max(self.row_size, 1))
+            step = max(1, CHUNK // max(self.row_size, 1))
             parts = [self._make_rows(self.source.rows(at, min(at + step, stop))) for at in range(start, stop, step)]
             self._rows = parts[0] if len(parts) == 1 else [torch.cat(of_leaf) for of_leaf in zip(*parts, strict=True)]
             self._versions = list(map(_version, self._rows))
@@ -327,11 +326,11 @@ class PulledBackGrad(RowwiseGrad):
 
     def sum(self, weights: Tensor | None) -> Tensor:
         if weights is not None and self.pullback.entry.dtype in HALF_PRECISION:
-            return by_rows.sum(self, weights)  # the sum would be rounded to half precision
+            return self.sum_of_rows(weights)  # the sum would be rounded to half precision
         return self.pullback.sum(self.number, weights)
 
     def summed_apart(self, weights: Tensor | None) -> Tensor:
-        return by_rows.sum(self, weights)  # the operations may cancel what is large in the source
+        return self.sum_of_rows(weights)  # the operations may cancel what is large in the source
 
     def describe(self) -> str:
         return f"{self.pullback.source.describe()}, through {operation(self.pullback.entry.node)}"

@@ -38,10 +38,10 @@ from samplewise.engine.graph.hook_registry import (
 )
 from samplewise.engine.graph.saved import run_in_backward
 from samplewise.engine.ownership.local_probe import follows
-from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, is_float16
 from samplewise.engine.ownership.owner_map import OwnerMap
 from samplewise.engine.ownership.ownership import is_identity
 from samplewise.engine.ownership.verify import has_verified_hooks
+from samplewise.engine.ownership.weighted_passes import WIDE, distinct_powers, is_deterministic, is_float16
 from samplewise.engine.plan import Plan
 
 

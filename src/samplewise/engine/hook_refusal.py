@@ -16,15 +16,19 @@ from torch import Tensor
 
 from samplewise.engine.backward import backward_past, backward_to_leaves
 from samplewise.engine.deferred_checks import is_traced
-from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad, term_norms
-from samplewise.engine.grads.by_rows import random_signs
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.indexed import VIEWS
+from samplewise.engine.grads.kernels import random_signs
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph
 from samplewise.engine.graph.hook_registry import have_hooks, hook_places
-from samplewise.engine.ownership.linearity import NotLinearError, Tolerance, nonlinear_operation
-from samplewise.engine.ownership.masked_passes import is_deterministic, random_powers
+from samplewise.engine.ownership.weighted_passes import (
+    NotLinearError,
+    Tolerance,
+    is_deterministic,
+    nonlinear_operation,
+    random_powers,
+)
 from samplewise.engine.plan import GradBuilder, Plan
 from samplewise.errors import GraphError
 
@@ -106,7 +110,7 @@ def _compare(plan: Plan, graph: Graph) -> None:
 
     def measure(grad: PerSampleGrad, name: str) -> None:
         # Rows of operations without a rule are computed one by one; a hook may act on their sum in another way.
-        total = by_rows.sum(grad, weights) if isinstance(grad, RowwiseGrad) else grad.sum(weights)
+        total = grad.sum_of_rows(weights) if isinstance(grad, RowwiseGrad) else grad.sum(weights)
         sums[name] = _comparable(graph, name, total)
         sizes[name] = float((grad.underflowed_norms(every) * weights).sum())
 

@@ -10,10 +10,10 @@ from samplewise.engine.arguments import check_is_tensor, check_losses
 from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph.graph import Edge, Graph, edge_of, graph_alive
 from samplewise.engine.ownership.independence import refuse_broadcast
-from samplewise.engine.ownership.linearity import check_linear
 from samplewise.engine.ownership.ownership import owners
 from samplewise.engine.ownership.probe import MIXED, probe
 from samplewise.engine.ownership.verify import verify
+from samplewise.engine.ownership.weighted_passes import check_linear
 from samplewise.errors import GraphError, LossesError, ParameterError, SamplesInteractError
 
 NO_PATH = (

@@ -17,16 +17,13 @@ from samplewise.engine.backward import pull_back
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.exponential import exponential
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.grads.indexed import VIEWS, as_blocks, reindex
-from samplewise.engine.grads.normalized import normalize_grad
-from samplewise.engine.grads.scaled import scale_grad
-from samplewise.engine.grads.stacked import StackedGrad
+from samplewise.engine.grads.indexed import VIEWS, StackedGrad, as_blocks, reindex
+from samplewise.engine.grads.reparametrized import exponential, normalize_grad, scale_grad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, operation, scalar
 from samplewise.engine.graph.saved import Saved, saved_tensor_names
 from samplewise.engine.ownership import layouts
-from samplewise.engine.rules.embedding import lookup_grad
+from samplewise.engine.rules.matrices import lookup_grad
 from samplewise.engine.rules.rule_input import accumulable
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}

@@ -24,11 +24,9 @@ from samplewise.engine.backward_segments import Stops, stops_at
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.dense import SMALL, DenseGrad, pack_rows
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.engine.grads.indexed import VIEWS
-from samplewise.engine.grads.packed import SMALL, pack_rows
-from samplewise.engine.grads.stacked import StackedGrad
+from samplewise.engine.grads.indexed import VIEWS, StackedGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
 from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.graph.saved import SavedTensorReader, Versions

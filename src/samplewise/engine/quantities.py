@@ -22,10 +22,9 @@ from samplewise.engine.deferred_checks import (
     read_at_once,
     underflow_limit,
 )
-from samplewise.engine.grads import by_rows
-from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import root
-from samplewise.engine.grads.packed import PackedGrad
+from samplewise.engine.grads.base import PerSampleGrad, project_rows
+from samplewise.engine.grads.dense import PackedGrad
+from samplewise.engine.grads.kernels import random_signs, root, scaled_norms
 from samplewise.engine.graph.graph import Graph
 from samplewise.engine.strategies import QuantityEvaluator
 
@@ -124,7 +123,7 @@ class Norms:
         by_name = self._evaluator.evaluate(lambda grad, _: grad.underflowed_norms(samples))
         for name, mask in masks.items():
             if name == "":
-                exact: Tensor | None = by_rows.scaled_norms(torch.stack(list(by_name.values()), 1))
+                exact: Tensor | None = scaled_norms(torch.stack(list(by_name.values()), 1))
             else:
                 exact = by_name.get(name)
             if exact is not None:
@@ -141,7 +140,7 @@ class Norms:
         if by_name:
             dtype = reduce(torch.promote_types, (n.dtype for n in by_name.values()), norms.dtype)
             columns = [by_name[name].to(dtype) for name in self._graph.wanted if name in by_name]
-            norms = by_rows.scaled_norms(torch.stack(columns, 1))
+            norms = scaled_norms(torch.stack(columns, 1))
         self._checks.add(finite_numbers, norms, "norm")
         return norms
 
@@ -165,7 +164,7 @@ class Norms:
             samples = torch.stack([norms[name].isnan() for name in sorted(may_cancel)]).any(0).nonzero().flatten()
             if len(samples):
                 exact = self._evaluator.evaluate(
-                    lambda grad, name: by_rows.underflowed_norms(grad, samples) if name in may_cancel else None
+                    lambda grad, name: PerSampleGrad.underflowed_norms(grad, samples) if name in may_cancel else None
                 )
                 for name in may_cancel:
                     norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
@@ -205,11 +204,11 @@ class Projection:
         """Contribution of a parameter to the dimensions of its block, (b, size of the block), without normalization."""
         if (name, device) not in self._signs:
             size = len(range(*self._block(name).indices(self.dim)))
-            self._signs[name, device] = by_rows.random_signs(name, grad.shape, size, self.seed, device)
+            self._signs[name, device] = random_signs(name, grad.shape, size, self.seed, device)
         left, right = self._signs[name, device]
         if self.scale is None:
             return grad.project(left, right)
-        return by_rows.project(grad, left, right, self.scale[name].to(device))
+        return project_rows(grad, left, right, self.scale[name].to(device))
 
     def total(self, by_name: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
         """Sum (b, dim) of the contributions of the parameters, in the order of `by_name`, added to zeros (b, dim)."""

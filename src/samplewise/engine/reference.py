@@ -11,7 +11,7 @@ from torch import Tensor
 from samplewise.engine.backward import backward_to_leaves
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Graph
-from samplewise.engine.ownership.linearity import Tolerance, largest
+from samplewise.engine.ownership.weighted_passes import Tolerance, largest
 from samplewise.engine.plan import ExplainRow, Quantity
 
 

@@ -34,10 +34,9 @@ from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
 from samplewise.engine.graph.saved import Versions
 from samplewise.engine.hook_checks import HookChecks, hook_checks
 from samplewise.engine.hook_refusal import refuse_hooks_below_cut
-from samplewise.engine.ownership.linearity import NotLinearError, nonlinear_operation
 from samplewise.engine.ownership.local_probe import FunctionChecks
-from samplewise.engine.ownership.masked_passes import is_deterministic
 from samplewise.engine.ownership.verify import follows_weights
+from samplewise.engine.ownership.weighted_passes import NotLinearError, is_deterministic, nonlinear_operation
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import LoopStrategy
 from samplewise.engine.slow_paths import warn_if_slow

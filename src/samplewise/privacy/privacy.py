@@ -18,8 +18,8 @@ from samplewise.privacy.accounting import Releases
 from samplewise.privacy.sampling import DrawState, make_loader
 from samplewise.privacy.spending import Spending
 from samplewise.privacy.streams import Secret
+from samplewise.transforms.chain import Divisor
 from samplewise.transforms.clip import Clip, clip
-from samplewise.transforms.divisor import Divisor
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

@@ -37,9 +37,8 @@ from samplewise.privacy.refusals import check_settings, check_sharded_precision,
 from samplewise.privacy.sampling import DrawnBatch
 from samplewise.privacy.spending import Release
 from samplewise.privacy.streams import Stream, stream
-from samplewise.transforms.chain import Chain, Stage, chain
+from samplewise.transforms.chain import Chain, Stage, chain, sensitivity
 from samplewise.transforms.clip import clip
-from samplewise.transforms.sensitivity import sensitivity
 from samplewise.transforms.stats import SampleStats
 from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform
 

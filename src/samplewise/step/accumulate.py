@@ -23,9 +23,8 @@ from samplewise.step.forward import LossEvaluator
 from samplewise.step.nonfinite import problem_of_losses
 from samplewise.step.ranks import weigh
 from samplewise.transforms.chain import Chain, Stage
-from samplewise.transforms.measure import measure
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of
+from samplewise.transforms.transform import Reference
 
 EXACT = (torch.float32, torch.float64)  # dtypes of losses whose weights may be divided by B
 
@@ -182,7 +181,7 @@ class PerSampleAccumulator(Accumulator):
                 raise norms_only_recorded(error) from None
             directions = self.directions if self.chain.samples.references else {}
             scale = self.evaluator.precision.scale
-            measure(g, stats, self.chain.samples, directions, self.record_norms, scale)
+            self.chain.samples.measure(g, stats, directions, self.record_norms, scale)
         if self.first_stats is not None:
             self.record_first(self.chain.samples, stats)
         return losses, g, stats

@@ -33,9 +33,8 @@ from samplewise.errors import (
 )
 from samplewise.parallel.ddp import is_replica, refuse_static_graph
 from samplewise.transforms.chain import Chain, Transforms, as_chain
-from samplewise.transforms.measure import measure
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import SampleStats, one_per_sample
+from samplewise.transforms.transform import Reference
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +133,7 @@ def backward(
             if chain.references:
                 with without_grads(parameters.named.values()):  # references may run backward passes
                     directions = chain.directions(parameters.named)
-            measure(g, stats, chain.samples, directions, norms=True, scale=framework.factor / denominator)
+            chain.samples.measure(g, stats, directions, norms=True, scale=framework.factor / denominator)
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise

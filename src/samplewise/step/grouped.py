@@ -24,9 +24,8 @@ from samplewise.parallel.mode import Parallel
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.ranks import weigh
-from samplewise.transforms.measure import measure
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
+from samplewise.transforms.transform import Reference
 
 
 class GroupedAccumulator(PerSampleAccumulator):
@@ -85,7 +84,7 @@ class GroupedAccumulator(PerSampleAccumulator):
             positions=layout.numbers(keys),
         )
         directions = self.directions if self.chain.groups.references else {}
-        measure(g, groups, self.chain.groups, directions, norms=False, scale=self.evaluator.precision.scale)
+        self.chain.groups.measure(g, groups, directions, norms=False, scale=self.evaluator.precision.scale)
         self.record_first(self.chain.groups, groups)
         (groups,) = weigh(self.ranks, self.chain.groups, [groups])
         self.add_weighted(g, groups.coefficients)

@@ -12,8 +12,8 @@ rows_of           the oracle: per-sample gradients with one autograd.grad call p
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from samplewise.testing.rules import check_rule as check_rule
-from samplewise.testing.transforms import check_transform as check_transform
+from samplewise.testing.conformance import check_rule as check_rule
+from samplewise.testing.conformance import check_transform as check_transform
 
 if TYPE_CHECKING:
     from samplewise.testing.case import Case as Case

@@ -265,8 +265,8 @@ def mean_over_valid_tokens(B):
     targets[:, 5:] = -100
 
     def forward(m, x, y):
-        each = F.cross_entropy(m.f(x).mT, y, reduction="none", label_smoothing=0.1)
-        return each.sum(1) / (y != -100).sum(1)
+        per_token = F.cross_entropy(m.f(x).mT, y, reduction="none", label_smoothing=0.1)
+        return per_token.sum(1) / (y != -100).sum(1)
 
     return Net(forward, f=mlp(6, 8, 11)), noise(B, 7, 6), targets
 
@@ -369,8 +369,8 @@ def experts_chosen_per_token(B):
         best = odds.argmax(-1)
         out = flat.new_zeros(len(flat), 3)
         for k, expert in enumerate(m.experts):
-            chosen = (best == k).nonzero().squeeze(-1)
-            out = out.index_add(0, chosen, (expert(flat[chosen]) * odds[chosen, k, None]).to(out.dtype))
+            routed = (best == k).nonzero().squeeze(-1)
+            out = out.index_add(0, routed, (expert(flat[routed]) * odds[routed, k, None]).to(out.dtype))
         return out.view(len(x), -1)
 
     return Net(forward, gate=nn.Linear(6, 3), experts=nn.ModuleList([mlp() for _ in range(3)])), noise(B, 7, 6)

@@ -77,8 +77,8 @@ class ExpectedRows:
     def sum(self, weights: Tensor | dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         if weights is None:
             weights = torch.ones(len(self), dtype=self.dtype, device=self.device)
-        each = weights if isinstance(weights, dict) else dict.fromkeys(self.names, weights)
-        return {name: torch.tensordot(each[name].to(rows.dtype), rows, 1) for name, rows in self._full.items()}
+        by_name = weights if isinstance(weights, dict) else dict.fromkeys(self.names, weights)
+        return {name: torch.tensordot(by_name[name].to(rows.dtype), rows, 1) for name, rows in self._full.items()}
 
     def mean(self) -> dict[str, Tensor]:
         return {name: rows.mean(0) for name, rows in self._full.items()}

@@ -83,7 +83,7 @@ class CaseComparison:
     precision: ZooPrecision
 
     def compare(self, **options: Any) -> None:
-        """Raise Disagreement if a quantity of gradients(losses, model, **how) differs from the rows."""
+        """Raise Disagreement if a quantity of gradients(losses, model, **options) differs from the rows."""
         other_gradients = None
         other_rows = None
         if "gram with another" in self.precision.quantities:

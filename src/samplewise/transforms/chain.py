@@ -1,4 +1,4 @@
-"""Chains of transforms."""
+"""Chains of transforms: their stages, what they need and compute, the denominator, and the sensitivity of the sum."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
+from math import sqrt
+from typing import Any, Literal
 
 from torch import Tensor
 
 from samplewise.core.text import plural
+from samplewise.engine.gradients import Gradients
 from samplewise.errors import TransformError
-from samplewise.transforms.divisor import Divisor
-from samplewise.transforms.reference import Reference
-from samplewise.transforms.sensitivity import sensitivity
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, split_values
-from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform, Transform
+from samplewise.transforms.transform import Grouping, Reference, SampleTransform, SumTransform, Transform
 from samplewise.transforms.weight import weight
 
 WindowCall = Callable[[SampleTransform, SampleStats], PerSample]
@@ -67,23 +66,55 @@ class Stage:
                 )
                 if unit == "group":
                     remedy = "Weigh the samples before group(), with index= or a key of the batch."
-                found = plural(number, unit)
                 raise TransformError(
-                    f"{t} must have one value for each {unit} of the window; found a window of {found}. {remedy}"
+                    f"{t} must have one value for each {unit} of the window; "
+                    f"found a window of {plural(number, unit)}. {remedy}"
                 )
+
+    def measure(
+        self,
+        g: Gradients,
+        stats: SampleStats,
+        directions: Mapping[Reference, Mapping[str, Tensor]],
+        norms: bool,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        """Add the norms and dots that this stage needs to `stats`, divided by `scale`. `norms`: add norms anyway."""
+        by: Literal["parameter"] | None = "parameter" if self.by_parameter else None
+        if norms or "norms" in self.needs:
+            stats.raw_norms = g.norms(by=by)
+        if self.references:
+            stats.raw_dots = {r: g.dot(directions[r], by=by) for r in self.references}
+        if isinstance(scale, Tensor) or scale != 1:
+            if stats.raw_norms is not None:
+                stats.raw_norms = _divide(stats.raw_norms, scale)
+            stats.raw_dots = {r: _divide(dots, scale) for r, dots in stats.raw_dots.items()}
 
     def weigh(self, parts: Sequence[SampleStats], call: WindowCall = SampleTransform.__call__) -> list[SampleStats]:
         """The parts of a window with their coefficients. Each transform gets the results of the previous one. `call`
         calls a transform that needs the whole window.
         """
-        parts = list(parts)
+        weighted = list(parts)
         for t in self.transforms:
             if t.window:
-                coefficients = split_values(call(t, concatenate(parts)), [len(p) for p in parts])
-                parts = [p.scaled(c, t.renormalizes) for p, c in zip(parts, coefficients, strict=True)]
-            else:
-                parts = [p.scaled(t(p), t.renormalizes) for p in parts]
-        return parts
+                coefficients = split_values(call(t, concatenate(weighted)), [len(part) for part in weighted])
+            for k, part in enumerate(weighted):
+                weighted[k] = part.scaled(coefficients[k] if t.window else t(part), t.renormalizes)
+        return weighted
+
+
+class Divisor:
+    """Public constant by which the sum of an update is divided. It may be set later than the chain that contains it:
+    the default of a private step depends on the size of the dataset.
+    """
+
+    def __init__(self, value: float | None = None):
+        self.value = value
+
+    def __str__(self) -> str:
+        return "constant" if self.value is None else f"{self.value:.6g}"
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,8 +198,8 @@ class Chain:
 def chain(*transforms: Transform | Chain | Callable[..., Tensor]) -> Chain:
     """Combine transforms into one, applied in order. A plain function is a `weight`."""
     flat: list[Transform] = []
-    for given in transforms:
-        flat += given.transforms if isinstance(given, Chain) else [as_transform(given)]
+    for element in transforms:
+        flat += element.transforms if isinstance(element, Chain) else [as_transform(element)]
     before, grouping, after, on_sum = _stages(flat)
     if grouping is not None and any(t.by_parameter for t in before):
         raise TransformError(
@@ -187,20 +218,20 @@ def as_chain(transforms: Transforms) -> Chain:
     return chain(*transforms) if isinstance(transforms, Iterable) else chain(transforms)
 
 
-def as_transform(given: Any) -> Transform:
+def as_transform(element: Any) -> Transform:
     """The transform itself, or `weight` of a function."""
-    if isinstance(given, (SampleTransform, SumTransform, Grouping)):
-        return given
-    if getattr(given, "__module__", "").startswith("samplewise.transforms."):
+    if isinstance(element, (SampleTransform, SumTransform, Grouping)):
+        return element
+    if getattr(element, "__module__", "").startswith("samplewise.transforms."):
         raise TransformError(
-            f"a transform must be the result of a call, such as sw.clip(1.0); found the function {given.__name__}. "
-            f"Call sw.{given.__name__}(...)."
+            f"a transform must be the result of a call, such as sw.clip(1.0); found the function {element.__name__}. "
+            f"Call sw.{element.__name__}(...)."
         )
-    if callable(given):
-        return weight(given)
+    if callable(element):
+        return weight(element)
     raise TransformError(
         f"a transform must be one of clip, weight, drop, normalize, align, group, noise, or a function; "
-        f"found {type(given).__name__}."
+        f"found {type(element).__name__}."
     )
 
 
@@ -227,11 +258,61 @@ def _stages(
                 raise TransformError(f"a chain must have at most one group(); found {grouping} and {t}. Keep one.")
             grouping = t
         else:
-            _check_batch_is_there(t, grouping)
+            if grouping is not None and "batch" in t.needs:
+                raise TransformError(f"{t} reads the batch and must come before {grouping}; found it after. Swap them.")
             (before if grouping is None else after).append(t)
     return before, grouping, after, on_sum
 
 
-def _check_batch_is_there(t: SampleTransform, grouping: Grouping | None) -> None:
-    if grouping is not None and "batch" in t.needs:
-        raise TransformError(f"{t} reads the batch and must come before {grouping}; found it after. Swap them.")
+def _divide(values: PerSample, scale: float | Tensor) -> PerSample:
+    return values / scale if isinstance(values, Tensor) else {name: v / scale for name, v in values.items()}
+
+
+# --- sensitivity -----------------------------------------------------------------------------------------------------
+
+RULE = "the sum of a chain has a bounded sensitivity only if"
+
+
+def sensitivity(chain: Chain, parameters: int | None = None) -> float:
+    """Largest norm by which adding or removing one sample, or one group, changes the sum. `parameters`: number of
+    parameters, needed for clip(by="parameter").
+
+    The bound needs two properties. The last transform of single gradients bounds their norm (`clip`). And the
+    coefficient of a sample does not depend on other samples: otherwise adding one would also change the terms of the
+    others.
+    """
+    for transform in (*chain.samples.transforms, *chain.groups.transforms):
+        _check_alone(transform)
+    last = (chain.samples if chain.grouping is None else chain.groups).transforms[-1:]
+    if not last or last[0].max_norm is None:
+        end = f"{last[0]} at its end" if last else "none"
+        raise TransformError(
+            f"{RULE} its last transform before the sum is a clip of the norm; found {end}. Put sw.clip(C) last."
+        )
+    bound = last[0].max_norm
+    if not last[0].by_parameter:
+        return bound
+    if parameters is None:
+        raise TransformError(
+            f"the sensitivity of {last[0]} is {bound} × √(number of parameters); found no number of parameters. Use "
+            "samplewise.transforms.chain.sensitivity(chain, parameters)."
+        )
+    return bound * sqrt(parameters)
+
+
+def _check_alone(transform: SampleTransform) -> None:
+    """Raise unless the coefficient of a sample depends on this sample only."""
+    reason = None
+    if transform.renormalizes:
+        reason = "divides by the weights of all samples"
+    elif transform.window:
+        reason = "compares a sample with the others of its window"
+    elif transform.reference is not None:
+        reason = "compares gradients with a reference, which may depend on private samples"
+    elif transform.positions is not None:
+        reason = "depends on the positions of samples in the window"
+    if reason is not None:
+        raise TransformError(
+            f"{RULE} the weight of a sample depends on this sample alone; found {transform}, which {reason}. Leave it "
+            "out."
+        )

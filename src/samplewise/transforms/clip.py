@@ -1,4 +1,4 @@
-"""`clip`: bound the norm of each sample's gradient."""
+"""`clip` and `normalize`: bound, or set, the norm of each sample's gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samplewise.transforms.stats import PerSample, SampleStats
-from samplewise.transforms.transform import SampleTransform, positive, quotient
+from samplewise.transforms.transform import SampleTransform, quotient
 
 
 class Clip(SampleTransform):
@@ -39,20 +39,19 @@ def clip(
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
     if mode not in ("flat", "automatic"):
         raise ValueError(f"mode must be 'flat' or 'automatic'; found {mode!r}.")
-    positive("gamma", gamma)
-
-    def coefficient(norms: Tensor, counts: Tensor | None) -> Tensor:
-        unit = 1.0 if counts is None else counts
-        bound = max_norm * unit
-        if mode == "automatic":
-            return quotient(bound, norms + gamma * unit)
-        return torch.where(norms > bound, bound / norms, float(max_norm > 0))
+    if not gamma > 0:
+        raise ValueError(f"gamma must be positive; found {gamma!r}.")
 
     def answer(stats: SampleStats) -> PerSample:
-        counts = stats.counts if per_count else None
-        if by is None:
-            return coefficient(stats.norms, counts)
-        return {name: coefficient(norms, counts) for name, norms in stats.norms_by_parameter.items()}
+        unit = stats.counts if per_count and stats.counts is not None else 1.0
+        bound = max_norm * unit
+        coefficients: dict[str, Tensor] = {}
+        for name, norms in ({"": stats.norms} if by is None else stats.norms_by_parameter).items():
+            if mode == "automatic":
+                coefficients[name] = quotient(bound, norms + gamma * unit)
+            else:
+                coefficients[name] = torch.where(norms > bound, bound / norms, float(max_norm > 0))
+        return coefficients[""] if by is None else coefficients
 
     length = "‖{g} of p‖" if by else "‖{g}‖"
     bound = f"{max_norm}·count" if per_count else f"{max_norm}"
@@ -67,4 +66,31 @@ def clip(
         by_parameter=by is not None,
         rescales=mode == "automatic",
         max_norm=float(max_norm) if not per_count else None,
+    )
+
+
+def normalize(norm: float | Literal["mean"] = 1.0) -> SampleTransform:
+    """Scale every sample's gradient to the same norm, so that only directions count. A zero gradient stays zero.
+
+    norm: the norm (default 1.0), or "mean" for the mean norm of the window, which keeps the scale of the update.
+    """
+    if norm == "mean":
+
+        def to_the_mean(stats: SampleStats) -> PerSample:
+            norms = stats.norms
+            return quotient(norms.mean(), norms)
+
+        name, formula = "normalize('mean')", "mean‖{g}‖/‖{g}‖"
+        return SampleTransform(name, formula, to_the_mean, frozenset({"norms"}), window=True, rescales=True)
+    if not isinstance(norm, (int, float)):
+        raise ValueError(f"norm must be a positive number or 'mean'; found {norm!r}.")
+    if not norm > 0:
+        raise ValueError(f"norm must be positive; found {norm!r}.")
+    return SampleTransform(
+        name="normalize()" if norm == 1 else f"normalize({norm})",
+        formula=f"{norm:g}/‖{{g}}‖",
+        answer=lambda stats: quotient(norm, stats.norms),
+        needs=frozenset({"norms"}),
+        rescales=True,
+        max_norm=float(norm),
     )

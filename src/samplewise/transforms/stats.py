@@ -41,6 +41,8 @@ class SampleStats:
     @property
     def norms(self) -> Tensor:
         """(B,) gradient norms, times the coefficients so far."""
+        if self.coefficients is None and isinstance(self.raw_norms, Tensor):
+            return self.raw_norms
         norms = _over_parameters(_times(self.raw_norms, self.coefficients))
         return norms if self.coefficients is None else norms.abs()
 
@@ -102,20 +104,20 @@ class SampleStats:
         """Results of these samples. The batch must be sliceable."""
         index = torch.tensor(rows)
 
-        def some(values: Any) -> Any:
+        def select(values: Any) -> Any:
             return None if values is None else rows_of(values, index)
 
         return replace(
             self,
             losses=self.losses[index],
-            counts=some(self.counts),
+            counts=select(self.counts),
             batch=None if self.batch is None else take(self.batch, rows),
-            positions=some(self.positions),
-            raw_norms=some(self.raw_norms),
-            raw_dots={reference: some(dots) for reference, dots in self.raw_dots.items()},
-            coefficients=some(self.coefficients),
-            shares=some(self.shares),
-            columns=some(self.columns),
+            positions=select(self.positions),
+            raw_norms=select(self.raw_norms),
+            raw_dots={reference: select(dots) for reference, dots in self.raw_dots.items()},
+            coefficients=select(self.coefficients),
+            shares=select(self.shares),
+            columns=select(self.columns),
         )
 
     def result(self) -> SampleStats:
@@ -123,7 +125,7 @@ class SampleStats:
         return SampleStats(
             losses=self.losses,
             counts=self.counts,
-            raw_norms=self.unscaled_norms,
+            raw_norms=_over_parameters(self.raw_norms) if isinstance(self.raw_norms, dict) else self.raw_norms,
             coefficients=self.coefficients,
             shares=self.shares,
             columns=self.columns,
@@ -165,6 +167,7 @@ def concatenate(parts: Sequence[SampleStats]) -> SampleStats:
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
+    columns = [part.columns for part in parts if part.columns is not None]
     return SampleStats(
         losses=torch.cat([p.losses for p in parts]),
         counts=None if first.counts is None else torch.cat([p.counts for p in parts if p.counts is not None]),
@@ -175,7 +178,7 @@ def concatenate(parts: Sequence[SampleStats]) -> SampleStats:
         raw_dots={r: cat_values([p.raw_dots[r] for p in parts]) for r in first.raw_dots},
         coefficients=None if first.coefficients is None else cat_values([p.coefficients for p in parts]),
         shares=torch.cat([p.denominators for p in parts]),
-        columns=_cat_columns(parts),
+        columns={name: torch.cat([c[name] for c in columns]) for name in columns[0]} if columns else None,
     )
 
 
@@ -229,7 +232,7 @@ def as_table(stats: SampleStats) -> Tensor:
 
 def from_table(table: Tensor, positions: Tensor, like: SampleStats) -> SampleStats:
     """Inverse of `as_table`: results from a table with the same columns as those of `like`."""
-    columns = iter([column.to(mine.dtype) for column, mine in zip(table.unbind(1), _flat(like), strict=True)])
+    columns = iter([column.to(model.dtype) for column, model in zip(table.unbind(1), _flat(like), strict=True)])
 
     def filled(values: PerSample | None) -> Any:
         if isinstance(values, dict):
@@ -256,11 +259,6 @@ def _flat(stats: SampleStats) -> list[Tensor]:
         elif values is not None:
             columns.append(values)
     return columns
-
-
-def _cat_columns(parts: Sequence[SampleStats]) -> dict[str, Tensor] | None:
-    columns = [part.columns for part in parts if part.columns is not None]
-    return {name: torch.cat([each[name] for each in columns]) for name in columns[0]} if columns else None
 
 
 def _over_parameters(norms: PerSample) -> Tensor:

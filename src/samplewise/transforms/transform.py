@@ -13,14 +13,44 @@ from torch import Tensor
 
 from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.errors import TransformError
-from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats
 
 NEEDS = ("losses", "counts", "norms", "batch")
+Direction = Mapping[str, Tensor]  # name of a parameter -> tensor of its shape
 
 
 class NonFiniteCoefficientError(TransformError):
     """A transform has returned NaN or infinity for a sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """Direction in parameter space, recomputed for every window if `source` is a function."""
+
+    source: Direction | Callable[[], Direction]
+    unit: bool  # whether the direction is scaled to norm 1
+
+    def __post_init__(self) -> None:
+        if not callable(self.source) and not isinstance(self.source, Mapping):
+            raise TransformError(
+                "reference must be a dict name -> tensor, or a function that returns one; "
+                f"found {type(self.source).__name__}."
+            )
+
+    def direction(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameter name -> tensor of the parameter's shape; zero if the direction to be scaled is zero."""
+        tensors = self.source() if callable(self.source) else self.source
+        missing = [name for name, p in parameters.items() if name not in tensors or tensors[name].shape != p.shape]
+        if missing:
+            raise TransformError(
+                "the reference must have a tensor of the same name and shape for every trained parameter; found none "
+                f"for {missing[0]!r}. Compute it with sw.gradients(losses, model).mean()."
+            )
+        direction = {name: tensors[name].detach() for name in parameters}
+        if not self.unit:
+            return direction
+        length = torch.stack([d.norm() for d in direction.values()]).norm()
+        return {name: torch.where(length > 0, d / length, 0.0) for name, d in direction.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,12 +74,12 @@ class SampleTransform:
         """Coefficients, after a check of type, shape and finiteness."""
         coefficients = self.answer(stats)
         if not self.by_parameter:
-            return self._checked(coefficients, stats.losses.shape[0], "one coefficient per sample")
+            return self._validate(coefficients, stats.losses.shape[0], "one coefficient per sample")
         if not isinstance(coefficients, Mapping):
-            found = type(coefficients).__name__
-            raise TransformError(f"{self} must return a dict of parameter names and tensors (B,); found {found}.")
+            kind = type(coefficients).__name__
+            raise TransformError(f"{self} must return a dict of parameter names and tensors (B,); found {kind}.")
         return {
-            name: self._checked(c, len(stats), f"one coefficient per sample for {name!r}")
+            name: self._validate(c, len(stats), f"one coefficient per sample for {name!r}")
             for name, c in coefficients.items()
         }
 
@@ -65,18 +95,18 @@ class SampleTransform:
             shares=stats.denominators,
         )
 
-    def _checked(self, values: Any, samples: int, what: str) -> Tensor:
+    def _validate(self, values: Any, samples: int, meaning: str) -> Tensor:
         if not isinstance(values, Tensor) or values.shape != (samples,):
-            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise TransformError(f"{self} must return {what}, a tensor of shape ({samples},); found {found}.")
+            kind = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise TransformError(f"{self} must return {meaning}, a tensor of shape ({samples},); found {kind}.")
         values = values.detach()
         if not values.is_floating_point():
             values = values.to(torch.get_default_dtype())
         checks = current_checks()
-        if checks is None:
-            self._check_finite(values)
-        else:
+        if checks is not None:
             checks.add(self._check_finite, values)
+        elif not all_finite(values):
+            self._check_finite(values)  # raises
         return values
 
     def _check_finite(self, values: Tensor) -> None:
@@ -117,13 +147,6 @@ class Grouping:
 
 
 Transform = SampleTransform | SumTransform | Grouping
-
-
-def positive(name: str, value: float) -> float:
-    """The value, if it is positive; otherwise raise ValueError."""
-    if not value > 0:
-        raise ValueError(f"{name} must be positive; found {value!r}.")
-    return value
 
 
 def quotient(numerator: float | Tensor, denominator: Tensor) -> Tensor:

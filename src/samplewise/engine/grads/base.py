@@ -1,12 +1,13 @@
 """Interface of the representations of one parameter's per-sample gradients.
 
     DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors (`dense`)
-    PackedGrad     rows of a small parameter, in one matrix with those of other parameters (`packed`)
+    PackedGrad     rows of a small parameter, in one matrix with those of other parameters (`dense`)
     FactoredGrad   factors of outer products (`factored`)
     IndexedGrad    rows of an operand that was viewed before use (`indexed`)
     SummedGrad     sum of several representations, for a parameter with several uses
 
-Rules and `generic` add representations that compute rows on demand.
+Rules and `generic` add representations that compute rows on demand. A representation defines `rows` and `sum`; the base
+class computes other quantities from rows, a few samples at a time, unless there is a faster way.
 
 Legend: b sample, k projected dimension.
 """
@@ -15,13 +16,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from functools import cached_property, reduce
-from operator import add
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from samplewise.engine.grads import by_rows
+from samplewise.engine.grads.kernels import (
+    as_matrix,
+    flat_squared_norms,
+    flatten_rows,
+    real_inner,
+    scaled_norms,
+    total,
+)
+
+# Rows are computed in chunks of about this many elements: small enough for the allocator to reuse the same memory (new
+# pages cost more than the arithmetic), large enough that the overhead of calls is negligible.
+CHUNK = 2**21
+# Chunk size for Gram matrices, which need all pairs of samples: larger chunks mean fewer recomputations.
+GRAM_CHUNK = 2**25
 
 
 class PerSampleGrad(ABC):
@@ -44,21 +58,28 @@ class PerSampleGrad(ABC):
 
     @cached_property
     def step(self) -> int:
-        """Preferred number of rows per call of `rows`: as many as fit by_rows.CHUNK elements."""
-        return max(1, by_rows.CHUNK // max(self.row_size, 1))
+        """Preferred number of rows per call of `rows`: as many as fit CHUNK elements."""
+        return max(1, CHUNK // max(self.row_size, 1))
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
         """Gradients of samples start to stop - 1, (stop - start, *shape)."""
+
+    def chunks(self, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (slice of samples, rows) in chunks of `size` samples; default `step`."""
+        step = size or self.step
+        for start in range(0, self.samples, step):
+            part = slice(start, min(start + step, self.samples))
+            yield part, self.rows(part.start, part.stop)
 
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:
         """Tensors that results of `rows` may be views of. They must not change."""
         return ()
 
-    @abstractmethod
     def squared_norms(self) -> Tensor:
         """Squared L2 norm of each sample's gradient, (b,)."""
+        return torch.cat([flat_squared_norms(flatten_rows(rows)) for _, rows in self.chunks()])
 
     def norms(self) -> Tensor:
         """L2 norm of each sample's gradient, (b,), not differentiable where it is zero."""
@@ -73,29 +94,64 @@ class PerSampleGrad(ABC):
         """L2 norm of each sample's gradient, (b,), computed without host sync from scaled values, so that squares do
         not underflow. NaN for samples in which a sum of pairs of tokens cancels.
         """
-        return by_rows.all_scaled_norms(self)
+        return torch.cat([scaled_norms(flatten_rows(rows)) for _, rows in self.chunks()])
 
     def underflowed_norms(self, samples: Tensor) -> Tensor:
-        """Norms of the given samples, (len(samples),) in float64, for gradients whose squares underflow."""
-        return by_rows.underflowed_norms(self, samples)
+        """Norms of the given samples, (len(samples),) in float64, for gradients whose squares underflow. The numbers of
+        the samples must ascend.
+        """
+        # The chunks are the same for all parameters, because some parameters share cached rows.
+        norms = []
+        for start in range(0, self.samples, self.step):
+            in_chunk = samples[(samples >= start) & (samples < start + self.step)]
+            if len(in_chunk):
+                first, last = int(in_chunk[0]), int(in_chunk[-1])
+                flat = flatten_rows(self.rows(first, last + 1))
+                wide = flat.to(torch.complex128 if flat.is_complex() else torch.float64)
+                norms.append(scaled_norms(wide)[in_chunk - first])
+        return torch.cat(norms)
 
-    @abstractmethod
     def dot(self, direction: Tensor) -> Tensor:
         """Inner product of each sample's gradient with a tensor of the parameter's shape, (b,)."""
+        flat = direction.reshape(-1)
+        return torch.cat([real_inner(flatten_rows(rows), flat) for _, rows in self.chunks()])
 
     def paired_dot(self, other: PerSampleGrad) -> Tensor:
         """Inner product of row b of this gradient with row b of another one of the same parameter, (b,)."""
-        return by_rows.paired_dot(self, other)
+        dots = []
+        for part, rows in self.chunks(min(self.step, other.step)):
+            flat = flatten_rows(rows)
+            other_flat = flatten_rows(other.rows(part.start, part.stop))
+            wide = torch.promote_types(flat.dtype, other_flat.dtype)
+            products = (flat.to(wide) * other_flat.to(wide).conj()).sum(1)
+            dots.append(products.real if products.is_complex() else products)
+        return torch.cat(dots)
 
-    @abstractmethod
     def gram(self, other: PerSampleGrad) -> Tensor:
         """Inner products of all pairs of samples, (b, b of other)."""
+        step = max(1, GRAM_CHUNK // max(self.row_size, 1))
+        blocks = []
+        for _, rows in self.chunks(step):
+            flat = flatten_rows(rows)
+            columns = [real_inner(flat, flatten_rows(other_rows).T) for _, other_rows in other.chunks(step)]
+            blocks.append(torch.cat(columns, dim=1))
+        return torch.cat(blocks)
 
     @abstractmethod
     def sum(self, weights: Tensor | None) -> Tensor:
         """Sum over b of weights[b] times row b, in the parameter's shape; None means weights of one. The caller may
         change the result. Weights with other values must be another tensor object, see `weights_by_name`.
         """
+
+    def sum_of_rows(self, weights: Tensor | None) -> Tensor:
+        """As `sum`, computed from rows."""
+        result: Tensor | None = None
+        for part, rows in self.chunks():
+            column = rows.new_ones(len(rows)) if weights is None else weights[part].to(rows.dtype)
+            flat = flatten_rows(rows).T
+            result = flat @ column if result is None else result.addmv_(flat, column)
+        assert result is not None
+        return result.view(self.shape)
 
     def term_norms(self) -> Tensor | None:
         """Upper bound (b,) of the sum of the norms of the terms that are added for a sample, in its row or in
@@ -107,13 +163,18 @@ class PerSampleGrad(ABC):
         """As `sum`, with rounding errors relative to the norms of rows and to `term_norms`."""
         return self.sum(weights)
 
-    @abstractmethod
     def sum_of_squares(self, center: Tensor | None) -> Tensor:
         """Sum over b of (row b - center)**2, in the parameter's shape; None means a center of zero."""
+        result: Tensor | int = 0
+        for _, rows in self.chunks():
+            off = rows if center is None else rows - center
+            result = result + (off.abs() if off.is_complex() else off).square().sum(0)
+        assert isinstance(result, Tensor)
+        return result
 
-    @abstractmethod
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """left[:, k] . row b . right[:, k] for each k, (b, k). Row b is viewed as a matrix (first dim, rest)."""
+        return project_rows(self, left, right)
 
     def describe(self) -> str:
         """Short name for the table of `Gradients.explain`."""
@@ -121,18 +182,22 @@ class PerSampleGrad(ABC):
 
 
 class RowwiseGrad(PerSampleGrad):
-    """Base class that computes every quantity from rows, except `sum`, which subclasses define."""
-
-    squared_norms = by_rows.squared_norms
-    dot = by_rows.dot
-    gram = by_rows.gram
-    sum_of_squares = by_rows.sum_of_squares
-    project = by_rows.project
+    """Base class of representations whose quantities, except `sum`, are all computed from rows."""
 
 
-def total(tensors: Iterable[Tensor]) -> Tensor:
-    """Sum of one or more tensors."""
-    return reduce(add, tensors)
+def project_rows(grad: PerSampleGrad, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
+    """As `PerSampleGrad.project`, from rows that are multiplied by `scale`, of the parameter's shape, if any."""
+    o, i = as_matrix(grad.shape)
+    projections = []
+    for _, rows in grad.chunks():
+        if scale is not None:
+            rows = rows * scale
+        u, v = left.to(rows.dtype), right.to(rows.dtype)
+        if i == 1:
+            projections.append(flatten_rows(rows) @ (u * v))
+        else:
+            projections.append(torch.einsum("boi,ok,ik->bk", rows.reshape(len(rows), o, i), u, v))
+    return torch.cat(projections)
 
 
 def term_norms(grad: PerSampleGrad) -> Tensor:

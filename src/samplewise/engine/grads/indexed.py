@@ -1,6 +1,7 @@
-"""Gradients of parameters that are only viewed before use: transposed, reshaped, sliced, permuted.
+"""Gradients of parameters that are only viewed before use: transposed, reshaped, sliced, permuted; and of parameters
+made of disjoint parts, such as the thirds of a projection or a stack of matrices.
 
-Such operations move elements without changing their values. The index map is read from autograd: the numbers 1, 2, 3,
+Views move elements without changing their values. The index map is read from autograd: the numbers 1, 2, 3,
 ... as gradient of the operand arrive at each element of the parameter as its position in the operand plus one, or as 0
 if the element is not used. Numbers that the dtype cannot hold, such as 257 in bfloat16, are sent digit by digit.
 """
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.backward import pull_back
-from samplewise.engine.grads import by_rows
-from samplewise.engine.grads.base import PerSampleGrad, term_norms, total
+from samplewise.engine.grads.base import PerSampleGrad, term_norms
 from samplewise.engine.grads.factored import FactoredGrad
+from samplewise.engine.grads.kernels import scaled_norms, total
 from samplewise.engine.graph.graph import Edge
 
 VIEWS = {
@@ -70,9 +71,6 @@ class IndexedGrad(PerSampleGrad):
         self.source = source
         self.positions = positions
 
-    project = by_rows.project
-    gram = by_rows.gram
-
     def rows(self, start: int, stop: int) -> Tensor:
         return self._gather(self.source.rows(start, stop))
 
@@ -95,7 +93,7 @@ class IndexedGrad(PerSampleGrad):
     def paired_dot(self, other: PerSampleGrad) -> Tensor:
         if isinstance(other, IndexedGrad) and self.is_indexed_like(other):
             return self.source.paired_dot(other.source)
-        return by_rows.paired_dot(self, other)
+        return super().paired_dot(other)
 
     def is_indexed_like(self, other: IndexedGrad) -> bool:
         """True if both take the same elements of sources of the same shape."""
@@ -135,10 +133,6 @@ class DisjointGrad(PerSampleGrad):
 
     parts: Sequence[PerSampleGrad]
 
-    project = by_rows.project
-    gram = by_rows.gram
-    sum_of_squares = by_rows.sum_of_squares
-
     def squared_norms(self) -> Tensor:
         return total(part.squared_norms() for part in self.parts)
 
@@ -147,10 +141,10 @@ class DisjointGrad(PerSampleGrad):
         return any(part.may_cancel for part in self.parts)
 
     def scaled_norms(self) -> Tensor:
-        return by_rows.scaled_norms(torch.stack([part.scaled_norms() for part in self.parts], 1))
+        return scaled_norms(torch.stack([part.scaled_norms() for part in self.parts], 1))
 
     def underflowed_norms(self, samples: Tensor) -> Tensor:
-        return by_rows.scaled_norms(torch.stack([part.underflowed_norms(samples) for part in self.parts], 1))
+        return scaled_norms(torch.stack([part.underflowed_norms(samples) for part in self.parts], 1))
 
     def term_norms(self) -> Tensor:
         return total(term_norms(part) for part in self.parts)
@@ -176,7 +170,7 @@ class BlockGrad(DisjointGrad):
             pairs = list(zip(self.parts, other.parts, strict=True))
             if all(block.is_indexed_like(other_block) for block, other_block in pairs):
                 return total(block.paired_dot(other_block) for block, other_block in pairs)
-        return by_rows.paired_dot(self, other)
+        return super().paired_dot(other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return total(part.sum(weights) for part in self.parts)
@@ -200,3 +194,41 @@ def as_blocks(grads: Sequence[PerSampleGrad], cache: dict[object, bool], key: ob
         uses = total((part.positions >= 0).int() for part in parts)  # number of parts that use each element
         cache[key] = bool((uses > 1).any())
     return None if cache[key] else BlockGrad(parts)
+
+
+class StackedGrad(DisjointGrad):
+    """Gradients (b, g, o, i), with a representation (b, o, i) for each of g matrices."""
+
+    def __init__(self, parts: Sequence[PerSampleGrad]):
+        self.samples = parts[0].samples
+        self.shape = (len(parts), *parts[0].shape)
+        self.parts = parts
+
+    def transpose(self) -> StackedGrad | None:
+        """Gradients of the transposed matrices; None if a part is no longer in factors."""
+        factored = [part.transpose() for part in self.parts if isinstance(part, FactoredGrad)]
+        return StackedGrad(factored) if len(factored) == len(self.parts) else None
+
+    def compact(self) -> StackedGrad:
+        """See `FactoredGrad.compact`."""
+        return StackedGrad([part.compact() if isinstance(part, FactoredGrad) else part for part in self.parts])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return torch.stack([part.rows(start, stop) for part in self.parts], 1)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return total(part.dot(matrix) for part, matrix in zip(self.parts, direction, strict=True))
+
+    def paired_dot(self, other: PerSampleGrad) -> Tensor:
+        if not isinstance(other, StackedGrad):
+            return super().paired_dot(other)
+        return total(part.paired_dot(other_part) for part, other_part in zip(self.parts, other.parts, strict=True))
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return torch.stack([part.sum(weights) for part in self.parts])
+
+    def summed_apart(self, weights: Tensor | None) -> Tensor:
+        return torch.stack([part.summed_apart(weights) for part in self.parts])
+
+    def describe(self) -> str:
+        return f"{len(self.parts)} matrices: {self.parts[0].describe()}"

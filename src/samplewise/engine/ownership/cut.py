@@ -24,12 +24,12 @@ from samplewise.engine.ownership.independence import (
     refuse_sample_data,
     sample_data,
 )
-from samplewise.engine.ownership.linearity import NotLinearError, check_linear
 from samplewise.engine.ownership.local_probe import Claim
 from samplewise.engine.ownership.owner_map import OwnerMap, owner_map_of, sequences_of
 from samplewise.engine.ownership.ownership import is_plain, owners, views_of_leaves
 from samplewise.engine.ownership.probe import MIXED, probe
 from samplewise.engine.ownership.verify import verify
+from samplewise.engine.ownership.weighted_passes import NotLinearError, check_linear
 from samplewise.errors import GraphError, NonFiniteGradientError
 
 
@@ -230,7 +230,8 @@ class _Search:
         _probed_before[self.graph.structure.hash] = [
             at for at, node in enumerate(self.graph.nodes) if node in decided and self._edges(node)[0] in self.owners
         ]
-        operands = [(n, p) for n, p in _boundary(self.graph, self.clean) if self._leads_outside(n, p)]
+        outside = self.mixed | set(self.graph.leaves)
+        operands = [(n, p) for n, p in _boundary(self.graph, self.clean) if self.graph.children[n][p][0] in outside]
         owner_maps = {e: self.owner_maps[e] for e in _edges(self.graph, operands)}
         gradients = {e: g for e, g in self.gradients.items() if e in owner_maps}
         entries = data_entries(self.graph, self.mixed | _along_samples(self.graph, owner_maps))
@@ -239,20 +240,16 @@ class _Search:
     def _edges(self, node: Node) -> list[Edge]:
         return [Edge(node, slot) for slot in self.graph.used_slots(node)]
 
-    def _leads_outside(self, node: Node, position: int) -> bool:
-        child = self.graph.children[node][position][0]
-        return child in self.mixed or child in self.graph.leaves
-
     def _undecided(self) -> list[Node]:
         """Nodes not probed yet that are reached from the parameters through mixed nodes only."""
-        seen = set(self.graph.leaves)
+        visited = set(self.graph.leaves)
         stack = list(self.graph.leaves)
         undecided = []
         while stack:
             for consumer, _ in self.graph.consumers[stack.pop()]:
-                if consumer in seen:
+                if consumer in visited:
                     continue
-                seen.add(consumer)
+                visited.add(consumer)
                 if consumer in self.mixed:
                     stack.append(consumer)
                 elif consumer not in self.clean:
@@ -264,28 +261,30 @@ class _Search:
 
         Above these levels, the consumers of nodes with one operand and no saved tensors are added, too.
         """
-        chosen = dict.fromkeys(nodes)
+        selected = dict.fromkeys(nodes)
         level = nodes
         for _ in range(1000):
             passing = [n for n in level if reach > 1 or is_plain(self.graph, n)]
             above = [consumer for node in passing for consumer, _ in self.graph.consumers[node]]
-            level = [node for node in above if node not in chosen and node not in self.clean]
-            chosen.update(dict.fromkeys(level))
+            level = [node for node in above if node not in selected and node not in self.clean]
+            selected.update(dict.fromkeys(level))
             reach -= 1
             if not level:
                 break
-        return list(chosen)
+        return list(selected)
 
     def _probe(self, nodes: list[Node]) -> None:
-        wanted = [edge for node in nodes for edge in self._edges(node)]
-        if any(edge not in self.owners for edge in wanted):
+        edges_of_nodes = [edge for node in nodes for edge in self._edges(node)]
+        if any(edge not in self.owners for edge in edges_of_nodes):
             before = () if self.owners else _probed_before.get(self.graph.structure.hash, ())
-            edges = dict.fromkeys([*wanted, *(edge for at in before for edge in self._edges(self.graph.nodes[at]))])
+            edges = dict.fromkeys(
+                [*edges_of_nodes, *(edge for at in before for edge in self._edges(self.graph.nodes[at]))]
+            )
             probed = probe(self.graph, list(edges))
             self.gradients.update(zip(edges, probed.gradients, strict=True))
             self.owners.update(zip(edges, probed.owners, strict=True))
         self.clean.update(nodes)
-        for edge in wanted:
+        for edge in edges_of_nodes:
             if (self.owners[edge] == MIXED).any():
                 self.mixed.add(edge.node)
             else:

@@ -42,7 +42,12 @@ def refuse_batch_norm(graph: Graph, modules: Iterable[nn.Module]) -> None:
 
     `modules`: to name layers without trained parameters.
     """
-    mixing = [node for node in reversed(graph.nodes) if _is_mixing_batch_norm(graph, node)]
+    # A batch of one image is an instance norm: samples in its channels do not interact.
+    mixing = [
+        node
+        for node in reversed(graph.nodes)
+        if graph.operations[node] in BATCH_NORMS and scalar(node, "training") and Edge(node, 0).shape[0] > 1
+    ]
     if not mixing:
         return
     paths = {storage_of(m.running_mean): name for name, m in batch_norms(modules) if m.running_mean is not None}
@@ -71,11 +76,6 @@ def norms_only_recorded(error: SamplesInteractError) -> SamplesInteractError:
     return SamplesInteractError(f"{error.finding} {WITHOUT_NORMS}", remedies)
 
 
-def _is_mixing_batch_norm(graph: Graph, node: Node) -> bool:
-    # A batch of one image is an instance norm: samples in its channels do not interact.
-    return graph.operations[node] in BATCH_NORMS and scalar(node, "training") and Edge(node, 0).shape[0] > 1
-
-
 def _batch_norm_name(graph: Graph, node: Node, paths: Mapping[int, str]) -> str:
     """Path of the layer of a node; `paths`: by the storage of the running mean."""
     mean = node._saved_running_mean
@@ -87,11 +87,13 @@ def refuse_sample_data(
     graph: Graph, operands: Iterable[tuple[Node, int]], side: set[Node], data: list[tuple[Node, Tensor]]
 ) -> None:
     """Raise SamplesInteractError for sample data below the cut; warn if they are integers, which may be positions."""
-    for node, what in data:
+    for node, tensor in data:
         mixing = _mixing_node(graph, operands, side, node)
         mixture = f"{graph.operations[mixing]}{_whereabouts(graph, mixing)} mixes samples"
-        entering = f"of shape {tuple(what.shape)} enter below it ({graph.operations[node]}{_whereabouts(graph, node)})"
-        if what.is_floating_point() or what.is_complex():
+        entering = (
+            f"of shape {tuple(tensor.shape)} enter below it ({graph.operations[node]}{_whereabouts(graph, node)})"
+        )
+        if tensor.is_floating_point() or tensor.is_complex():
             raise SamplesInteractError(
                 f"{RULE}; found that {mixture}, and that sample data {entering}.",
                 ("remove the operation that combines samples (a batch mean, in-batch negatives)", ALLOW),
@@ -106,7 +108,7 @@ def refuse_sample_data(
 
 def may_refuse(data: Iterable[tuple[Node, Tensor]]) -> bool:
     """True if `refuse_sample_data` raises an error for some of these data."""
-    return any(what.is_floating_point() or what.is_complex() for _, what in data)
+    return any(tensor.is_floating_point() or tensor.is_complex() for _, tensor in data)
 
 
 DIFFERENCES = {"Sub", "Rsub", "Add"}
@@ -124,12 +126,12 @@ def refuse_broadcast(graph: Graph) -> None:
         if name not in DIFFERENCES | CRITERIA or graph.sizes.shapes[at, 0] != square:
             continue
         node = graph.nodes[at]
-        prediction, *others = [child for child in graph.children[node] if child[0] is not None]
-        is_target = not others and len(graph.children[node]) == 2
-        entry = Edge(*prediction)
+        operands = [child for child in graph.children[node] if child[0] is not None]
+        has_target = len(operands) == 1 and len(graph.children[node]) == 2
+        entry = Edge(*operands[0])
         if graph.operations[entry.node] == "Expand":
             entry = Edge(*graph.children[entry.node][0])
-        if not is_target or entry.shape not in ((graph.samples, 1), (graph.samples,)):
+        if not has_target or entry.shape not in ((graph.samples, 1), (graph.samples,)):
             continue
         users = [node] if name in CRITERIA else [user for user, _ in graph.consumers[node]]
         reader = SavedTensorReader({user: saved_tensor_names(user) for user in users})
@@ -173,18 +175,17 @@ class Constants:
         """True for a view or an equal copy of one of the tensors. spectral_norm copies its vectors."""
         if storage_of(tensor) in self._storages:
             return True
-        return any(_is_copy(tensor, one) for one in self._tensors)
+        return any(_is_copy(tensor, constant) for constant in self._tensors)
 
 
-def _is_copy(tensor: Tensor, one: Tensor) -> bool:
-    alike = one.shape == tensor.shape and one.dtype == tensor.dtype and one.device == tensor.device
-    alike = alike and is_plain(one) and is_plain(tensor)
-    return alike and not is_traced(tensor) and not is_traced(one) and _has_values(one) and torch.equal(one, tensor)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """False for a parameter of a sharded model while it is not gathered."""
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+def _is_copy(tensor: Tensor, constant: Tensor) -> bool:
+    if (constant.shape, constant.dtype, constant.device) != (tensor.shape, tensor.dtype, tensor.device):
+        return False
+    if not (is_plain(constant) and is_plain(tensor)) or is_traced(tensor) or is_traced(constant):
+        return False
+    # A parameter of a sharded model has no values while it is not gathered.
+    has_values = constant.numel() == 0 or constant.untyped_storage().nbytes() > 0
+    return has_values and torch.equal(constant, tensor)
 
 
 def data_entries(graph: Graph, side: set[Node]) -> list[int]:
@@ -212,7 +213,9 @@ def sample_data(graph: Graph, entries: Iterable[int], constants: Constants) -> I
         with _unsharded_below(graph, node):  # for nodes under activation checkpointing, which recompute their tensors
             saved = reader.take(node)
         operands = [with_base(node, name, value) for name, value in saved.items()]
-        for tensor in _tensors([*operands, *_attributes(node)]):
+        # The forward of a Python function may store tensors as attributes of `ctx`.
+        attributes = vars(node).values() if is_python_function(node) else ()
+        for tensor in _tensors([*operands, *attributes]):
             if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.samples, constants):
                 yield node, tensor
 
@@ -225,11 +228,6 @@ def _unsharded_below(graph: Graph, node: Node) -> AbstractContextManager[None]:
 
 def _operand_names(node: Node) -> tuple[str, ...]:
     return tuple(name for name in saved_tensor_names(node) if not name.startswith("result"))
-
-
-def _attributes(node: Node) -> list[object]:
-    """Values that the forward of a Python function stored as attributes of `ctx`."""
-    return list(vars(node).values()) if is_python_function(node) else []
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
@@ -248,8 +246,8 @@ def _may_be_data(tensor: Tensor, samples: int, constants: Constants) -> bool:
     if tensor.requires_grad or tensor.dtype is torch.bool or tensor.dim() == 0:
         return False
     # A slice of sample data is recognized by the shape of its base tensor.
-    whole = (t for t in (tensor, tensor._base) if t is not None)
-    has_row_per_sample = any(samples in (t.shape[:-1] if t.dim() > 1 else t.shape) for t in whole)
+    shapes = [t.shape for t in (tensor, tensor._base) if t is not None]
+    has_row_per_sample = any(samples in (shape[:-1] if len(shape) > 1 else shape) for shape in shapes)
     return has_row_per_sample and tensor not in constants
 
 

@@ -148,8 +148,8 @@ def restore_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape
 
 @moves("Stack")
 def drop_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
-    added = scalar(node, "dim") % len(shape)
-    in_operand = UNDECIDED if place.dim == added else SampleDim(place.dim - (place.dim > added), place.post)
+    stacked = scalar(node, "dim") % len(shape)
+    in_operand = UNDECIDED if place.dim == stacked else SampleDim(place.dim - (place.dim > stacked), place.post)
     return [in_operand] * len(children)
 
 
@@ -165,16 +165,12 @@ def along_one_dim(node: Node, place: SampleDim, shape: Shape, children: list[Sha
 def split(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     if scalar(node, "dim") % len(shape) != place.dim:
         return [place]
-    # Pieces that begin with the first sample and contain all of them, such as the two sides of pairs.
+    # Pieces that begin with the first sample and contain all of them, such as the two sides of pairs: they have the
+    # samples where the operand has them, some number of times. `locate` has checked that they fit.
     sizes = scalar(node, "split_sizes") if hasattr(node, "_saved_split_sizes") else [scalar(node, "split_size")]
-    return [place if all(_is_whole(size, place, shape, children[0]) for size in sizes) else UNDECIDED]
-
-
-def _is_whole(offset: int, place: SampleDim, piece: Shape, whole: Shape | None) -> bool:
-    """True if a piece that begins at a multiple of `offset` has the samples where the whole dimension has them."""
-    if not isinstance(place.post, int) or whole is None or whole[place.dim] % piece[place.dim]:
-        return False
-    return piece[place.dim] == offset  # all samples, some number of times: `locate` has checked that they fit
+    piece = shape[place.dim]
+    divides = isinstance(place.post, int) and children[0] is not None and children[0][place.dim] % piece == 0
+    return [place if divides and all(size == piece for size in sizes) else UNDECIDED]
 
 
 @moves("Cat")
@@ -222,8 +218,8 @@ def unfold(node: Node, place: SampleDim, shape: Shape, children: list[Shape | No
 @moves("Gather")
 def gather(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Indices choose along one dimension; the others are kept, except that the indices may leave out their last entries.
-    same = children[0] is not None and children[0][place.dim] == shape[place.dim]
-    return along_one_dim(node, place, shape, children) if same else [UNDECIDED]
+    is_complete = children[0] is not None and children[0][place.dim] == shape[place.dim]
+    return along_one_dim(node, place, shape, children) if is_complete else [UNDECIDED]
 
 
 @moves("Scatter")
@@ -235,13 +231,13 @@ def scatter(node: Node, place: SampleDim, shape: Shape, children: list[Shape | N
 @moves("Slice")
 def slice_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # A slice that keeps all elements changes nothing; up to torch 2.8, x[:, -1] contains one along dimension 0.
-    whole = children[0]
-    if whole is None or whole[place.dim] == shape[place.dim] or scalar(node, "dim") % len(shape) != place.dim:
+    operand = children[0]
+    if operand is None or operand[place.dim] == shape[place.dim] or scalar(node, "dim") % len(shape) != place.dim:
         return [place]
     start, step = scalar(node, "start"), scalar(node, "step")
-    if not isinstance(place.post, int) or start < 0 or whole[place.dim] % shape[place.dim]:
+    if not isinstance(place.post, int) or start < 0 or operand[place.dim] % shape[place.dim]:
         return [UNDECIDED]
-    if step > 1 and start < step and shape[place.dim] * step == whole[place.dim]:
+    if step > 1 and start < step and shape[place.dim] * step == operand[place.dim]:
         return [SampleDim(place.dim, place.post * step)]  # every second row of pairs
     return [place if step == 1 and start % shape[place.dim] == 0 else UNDECIDED]
 
@@ -283,8 +279,8 @@ def product(node: Node, place: SampleDim, shape: Shape, children: list[Shape | N
     rows, columns = len(shape) - 2, len(shape) - 1
     left = place if place.dim != columns else None
     right = place if place.dim != rows else None
-    added = [_broadcast(place, shape, children[0])] if len(children) == 3 else []
-    return [*added, left, right]
+    addend = [_broadcast(place, shape, children[0])] if len(children) == 3 else []
+    return [*addend, left, right]
 
 
 @moves("GroupedMm")

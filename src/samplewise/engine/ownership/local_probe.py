@@ -1,10 +1,11 @@
-"""Ownership through a single node, found by calling its backward.
+"""Ownership through a single node, read from an index that it saved, or found by calling its backward.
 
 Which samples meet in a node depends on that node and on what it saved, not on the rest of the graph. So the node is
 called with gradients of our own: random numbers of about the same size in all samples, so that nothing is lost to
 rounding and vanishing gradients are no obstacle. Calls in which the samples are weighted by powers of two show which
 sample owns each element of an operand's gradient, as in `probe`.
 
+    read_owners     reads the ownership of operations that move whole entries of a dimension by an index
     probe_node      finds the ownership of the operands
     Claim           says that it is the same in another graph; `hold` verifies that, with fewer calls
     FunctionChecks  verifies claims about Python functions during a backward pass, with the gradients that arrive:
@@ -23,13 +24,27 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.generic import as_gradient, call
-from samplewise.engine.graph.graph import Edge, Graph, Node, is_python_function
+from samplewise.engine.graph.graph import Edge, Graph, Node, is_python_function, scalar
 from samplewise.engine.graph.hook_registry import remove_afterwards
-from samplewise.engine.ownership.indexing import read_owners
-from samplewise.engine.ownership.linearity import NotLinearError
-from samplewise.engine.ownership.masked_passes import WIDE, distinct_powers, is_deterministic, switches
-from samplewise.engine.ownership.owner_map import Irregular, OwnerMap, allows, distinct, owner_map_of
-from samplewise.engine.ownership.probe import MIXED, Codes, codes_for, probe_passes
+from samplewise.engine.graph.saved import block_of
+from samplewise.engine.ownership.owner_map import (
+    Irregular,
+    OwnerMap,
+    allows,
+    along,
+    distinct,
+    owner_map_of,
+    rows_of,
+    sole_owner,
+)
+from samplewise.engine.ownership.probe import MIXED, NO_OWNER, code_powers, codes_for, probe_passes
+from samplewise.engine.ownership.weighted_passes import (
+    WIDE,
+    NotLinearError,
+    distinct_powers,
+    is_deterministic,
+    switches,
+)
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
@@ -71,15 +86,94 @@ def _copied_owners(passes: _NodePasses) -> list[Tensor] | None:
     if passes.operation(0) not in COPYING or any(passes.graph.samples >= exact.get(dtype, 0) for dtype in dtypes):
         return None
     numbers = {}
-    ones = {}
+    flags = {}
     for slot, gradient in passes.gradients.items():
         owner = passes.owner_maps[slot].owners(tuple(gradient.shape), gradient.device)
         numbers[slot] = (owner + 1).to(gradient.dtype)
-        ones[slot] = (owner >= 0).to(gradient.dtype)
-    copies = passes.call(ones)
+        flags[slot] = (owner >= 0).to(gradient.dtype)
+    copies = passes.call(flags)
     if not all(bool(((count == 0) | (count == 1)).all()) for count in copies):
         return None
     return [number.long() - 1 for number in passes.call(numbers)]
+
+
+# --- reading the saved index ------------------------------------------------------------------------------------------
+#
+# A call of the node would show the same, at the price of gradients in full size.
+#
+#     Index         x[i], x[:, mask], x[rows, columns]
+#     IndexSelect   x.index_select(dim, i)
+#     IndexAdd      x.index_add(dim, i, source)
+
+
+def read_owners(graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap]) -> list[Tensor] | None:
+    """Owner of each element of the gradient of each operand, as views that take little memory, with MIXED for elements
+    of several samples; None if the index does not show it.
+    """
+    operation = graph.operations[node]
+    if operation not in ("Index", "IndexSelect", "IndexAdd") or block_of(node) is not None:
+        return None
+    shape = Edge(node, 0).shape
+    rows = rows_of(owner_maps[0], shape, Edge(node, 0).device)
+    if rows is None:
+        return None
+    dim, owner = rows
+    if operation == "IndexAdd":
+        if scalar(node, "source_dim") == 0:
+            return None
+        # The tensor has the owners of the output, the source those of the entries it is added to.
+        index = node._saved_index.reshape(-1)
+        indexed_dim = scalar(node, "dim") % len(shape)
+        source_shape = (*shape[:indexed_dim], len(index), *shape[indexed_dim + 1 :])
+        return [along(dim, owner, shape), along(dim, owner[index] if indexed_dim == dim else owner, source_shape)]
+    if operation == "Index":
+        indices = _integers(node._saved_indices)
+    else:
+        indices = [None] * (scalar(node, "dim") % len(shape)) + [node._saved_index.reshape(-1)]
+    return None if indices is None else [_owners_of_selection(node, indices, dim, owner, sole_owner(owner_maps[0]))]
+
+
+def _owners_of_selection(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, sole: int | None) -> Tensor:
+    """Owners of a tensor of which entries were selected; `sole`: the owner of the whole output."""
+    shape = Edge(*node.next_functions[0]).shape
+    at = [d for d, index in enumerate(indices) if index is not None]
+    places = list(torch.broadcast_tensors(*(index for index in indices if index is not None)))
+    # The dims of the indices replace those that they index; they come first if there are others in between.
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    count = places[0].dim()
+    other_dims = [d for d in range(len(shape)) if d not in at]
+    if sole is None and not first <= dim < first + count:
+        return along(other_dims[dim if dim < first else dim - count], owner, shape)
+    # An entry may be selected several times: by one sample only, if each finds itself there.
+    of_index = owner.new_full((), sole) if sole is not None else along(dim - first, owner, tuple(places[0].shape))
+    of_index = of_index.expand(places[0].shape)
+    entries = owner.new_full([shape[d] for d in at], NO_OWNER)
+    owned = of_index >= 0
+    if not owned.all():
+        of_index = of_index[owned]
+        places = [index[owned] for index in places]
+    entries[tuple(places)] = of_index
+    if not torch.equal(entries[tuple(places)], of_index):
+        entries.fill_(MIXED)
+    order = [*at, *other_dims]
+    in_place = [order.index(d) for d in range(len(order))]
+    return entries.view(*entries.shape, *(1,) * len(other_dims)).permute(in_place).expand(shape)
+
+
+def _integers(indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """Indices with one integer tensor per dimension: a mask is the places at which it is true."""
+    integers: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            if index.dim() == 0:  # adds a dimension
+                return None
+            integers += index.nonzero().unbind(1)
+        else:
+            integers.append(index)
+    return integers
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,17 +255,7 @@ def _distinct_weights(graph: Graph) -> Iterator[Tensor]:
     codes = codes_for(graph)[0]
     numbers = torch.randperm(graph.samples, generator=_generator)
     for digit in range(max(1, math.ceil(math.log(graph.samples, codes.base) - 1e-12))):
-        yield _powers(codes)[numbers // codes.base**digit % codes.base].to(graph.losses.dtype)
-
-
-_tables: dict[Codes, Tensor] = {}
-
-
-def _powers(codes: Codes) -> Tensor:
-    if codes not in _tables:
-        exponents = range(codes.shift, codes.shift + codes.base)
-        _tables[codes] = torch.tensor([2.0**e for e in exponents], dtype=torch.float64)
-    return _tables[codes]
+        yield code_powers(codes)[numbers // codes.base**digit % codes.base].to(graph.losses.dtype)
 
 
 def follows(gradient: Tensor, expected: Tensor, graph: Graph) -> Tensor:
@@ -196,7 +280,12 @@ class _NodePasses:
         self.node = node
         self.owner_maps = owner_maps
         self.positions = positions
-        self.gradients = {slot: _random_gradient(Edge(node, slot), owner_map) for slot, owner_map in owner_maps.items()}
+        self.gradients: dict[int, Tensor] = {}
+        for slot, owner_map in owner_maps.items():
+            gradient = _random_values(Edge(node, slot))
+            if isinstance(owner_map, Irregular):
+                gradient = torch.where(owner_map.owner < 0, 0, gradient)
+            self.gradients[slot] = gradient
 
     def run(self, weights: Tensor | None = None, at: Collection[int] | None = None) -> list[Tensor]:
         gradients = self.gradients
@@ -218,11 +307,6 @@ class _NodePasses:
 
     def operation(self, at: int) -> str:
         return self.graph.operations[self.node]
-
-
-def _random_gradient(edge: Edge, owner_map: OwnerMap) -> Tensor:
-    gradient = _random_values(edge)
-    return torch.where(owner_map.owner < 0, 0, gradient) if isinstance(owner_map, Irregular) else gradient
 
 
 MOST_VALUES = 2**20 + 7  # not a multiple of usual sizes, so that repeated values fall on other places of each sample

@@ -137,9 +137,9 @@ class Irregular:
             return None
         different = distinct(owner)
         for dim in range(owner.dim()):
-            others = [d for d in range(owner.dim()) if d != dim and different.shape[d] > 1]
-            rows = different.amax(others, keepdim=True) if others else different
-            if not others or ((different == rows) | (different < 0)).all():
+            other_dims = [d for d in range(owner.dim()) if d != dim and different.shape[d] > 1]
+            rows = different.amax(other_dims, keepdim=True) if other_dims else different
+            if not other_dims or ((different == rows) | (different < 0)).all():
                 return SampleDim(dim, RowOwners(rows.flatten().expand(owner.shape[dim])))
         return None
 

@@ -80,9 +80,9 @@ def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
             if child is None or child in conflicts:
                 continue
             if child in owner_maps:
-                both = (owner_maps[child], owner_map)
-                owner_map = merge_owners(*both, graph.sizes.shapes[child])
-                ownership.contradicted |= owner_map is None and None not in both and ownership.probed
+                merged = merge_owners(owner_maps[child], owner_map, graph.sizes.shapes[child])
+                ownership.contradicted |= merged is None and owner_map is not None and ownership.probed
+                owner_map = merged
             if owner_map is None:
                 conflicts.add(child)
                 owner_maps.pop(child, None)
@@ -129,10 +129,10 @@ def _move_through(
     if sole is not None:  # but not the elements that were not copied
         answers = [UNDECIDED] * len(children)
     else:
-        answers, *others = [
+        answers, *more_answers = [
             _by_layout(graph, at, slot, owner_map, children, ownership) for slot, owner_map in owner_maps.items()
         ]
-        for more in others:
+        for more in more_answers:
             for position, child in enumerate(children):
                 shape = graph.sizes.shapes[child] if child else None
                 answers[position] = _sum(answers[position], more[position], shape)
@@ -247,15 +247,15 @@ def views_of_leaves(graph: Graph) -> list[int]:
     """Positions of views and casts of parameters. They are on the side of the parameters, also if a single sample uses
     one.
     """
-    seen = set(graph.structure.leaves)
+    side = set(graph.structure.leaves)
     views = []
     shapes = graph.sizes.shapes
     for at in reversed(graph.reach.nodes):
         operands = graph.reach.operands[at]
-        if len(operands) == 1 and operands[0] and operands[0][0] in seen and is_plain(graph, graph.nodes[at]):
+        if len(operands) == 1 and operands[0] and operands[0][0] in side and is_plain(graph, graph.nodes[at]):
             size = numel(shapes[operands[0]])
             if all(numel(shapes[at, used]) <= size for used in graph.reach.slots[at]):
-                seen.add(at)
+                side.add(at)
                 views.append(at)
     return views
 

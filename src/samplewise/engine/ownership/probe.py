@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,16 +38,14 @@ from torch import Tensor
 
 from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph.graph import Edge, Graph
-from samplewise.engine.ownership.linearity import (
+from samplewise.engine.ownership.weighted_passes import (
+    REPEATS,
     NotLinearError,
     Tolerance,
     check_linear,
+    is_deterministic,
     may_be_nonlinear,
     nonlinear_operation,
-)
-from samplewise.engine.ownership.masked_passes import (
-    REPEATS,
-    is_deterministic,
     passes_needed,
     passes_of_samples,
     random_powers,
@@ -134,7 +133,12 @@ def probe_passes(passes: Passes) -> ProbeResult:
                 owners = _by_codes(passes, plain, codes)
                 if owners is not None:
                     return ProbeResult(plain, _by_switches(passes, plain, owners))
-    raise NonFiniteGradientError(_non_finite_message(passes, plain))
+    bad = [passes.operation(at) for at, g in enumerate(plain) if not g.isfinite().all()]
+    where = f"first found at {bad[0]}" if bad else "too large for its floating-point type after scaling"
+    raise NonFiniteGradientError(
+        f"gradients must be finite; found NaN or infinity although every loss is finite ({where}). "
+        "Check for a square root, norm, division or logarithm at zero."
+    )
 
 
 def codes_for(graph: Graph) -> list[Codes]:
@@ -155,7 +159,8 @@ def _by_codes(passes: Passes, plain: list[Tensor], codes: Codes) -> list[Tensor]
     scale = 1
     # One pass for each digit of the sample numbers: the ratio to the plain gradient is the power of the owner's digit.
     for _ in range(digits):
-        coded = passes.run(_weights(graph, codes, numbers // scale % codes.base))
+        powers = code_powers(codes).to(numbers.device)[numbers // scale % codes.base]
+        coded = passes.run(powers.to(graph.losses.dtype))
         if not _finite(coded):
             return None
         owners = [_add_digit(o, p, c, scale, codes) for o, p, c in zip(owners, plain, coded, strict=True)]
@@ -163,9 +168,13 @@ def _by_codes(passes: Passes, plain: list[Tensor], codes: Codes) -> list[Tensor]
     owners = [torch.where((o >= 0) & (o < len(samples)), samples[o.clamp(0, len(samples) - 1)], o) for o in owners]
     sizes = torch.stack([_sizes(o, p, graph.samples) for o, p in zip(owners, plain, strict=True)])
     relative = sizes / sizes.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    # Weights that make all samples equally large: a contribution that was lost to rounding beside a larger one shows.
+    # Powers of two that make all samples about equally large, times a random one of 1 to 8: a contribution that was
+    # lost to rounding beside a larger one shows.
+    largest = relative.amax(0)
+    exponents = -torch.frexp(torch.where(largest > 0, largest, 2.0**-codes.base)).exponent.long()
     for _ in range(BALANCED_PASSES):
-        balanced = _balance_weights(relative, codes)
+        jitter = torch.randint(4, (graph.samples,), generator=_generator).to(exponents.device)
+        balanced = code_powers(codes).to(exponents.device)[(exponents + jitter).clamp(0, codes.base - 1)]
         checked = passes.run(balanced.to(graph.losses.dtype))
         if not _finite(checked):
             return None
@@ -173,7 +182,9 @@ def _by_codes(passes: Passes, plain: list[Tensor], codes: Codes) -> list[Tensor]
     # Balanced weights cannot show all, such as a sample that is zero at a place: passes with some samples switched off.
     for on in _switches(relative):
         switched = passes.run(on.to(graph.losses.dtype))
-        owners = [_check_switched(o, p, k, on) for o, p, k in zip(owners, plain, switched, strict=True)]
+        for at, (owner, p, s) in enumerate(zip(owners, plain, switched, strict=True)):
+            expected = torch.where(on[owner.clamp_min(0)] > 0, p, 0)
+            owners[at] = torch.where((s == expected) | (owner == UNKNOWN), owner, MIXED)
     # Elements that are too small for ratios count where they are not small beside the others of some sample.
     for at, p in enumerate(plain):
         if (sizes[at] < _denormal_limit(p, codes) / torch.finfo(p.dtype).eps).any():
@@ -240,22 +251,11 @@ def _sizes(owner: Tensor, plain: Tensor, samples: int) -> Tensor:
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
-def _balance_weights(sizes: Tensor, codes: Codes) -> Tensor:
-    """Powers of two (b,) that cancel the magnitudes `sizes` (edges, b) of the samples, times a random one of 1 to 8."""
-    largest = sizes.amax(0)
-    exponents = -torch.frexp(torch.where(largest > 0, largest, 2.0**-codes.base)).exponent.long()
-    jitter = torch.randint(4, (sizes.shape[1],), generator=_generator).to(sizes.device)
-    return _powers(codes, sizes.device)[(exponents + jitter).clamp(0, codes.base - 1)]
-
-
-def _weights(graph: Graph, codes: Codes, code: Tensor) -> Tensor:
-    return _powers(codes, code.device)[code].to(graph.losses.dtype)
-
-
-def _powers(codes: Codes, device: torch.device) -> Tensor:
-    """Exact powers 2**(shift + code) in float64, by code; torch.ldexp and torch.pow may round."""
+@cache
+def code_powers(codes: Codes) -> Tensor:
+    """Exact powers 2**(shift + code) in float64 on the CPU, by code; torch.ldexp and torch.pow may round."""
     powers = [2.0 ** (codes.shift + code) for code in range(codes.base)]
-    return torch.tensor(powers, dtype=torch.float64, device=device)
+    return torch.tensor(powers, dtype=torch.float64, device="cpu")
 
 
 def _denormal_limit(plain: Tensor, codes: Codes) -> float:
@@ -333,45 +333,40 @@ def _switches(sizes: Tensor) -> list[Tensor]:
     return [sizes.new_tensor([float(k in subset) for subset in subsets]) for k in range(most)]
 
 
-def _check_switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Tensor:
-    expected = torch.where(on[owner.clamp_min(0)] > 0, plain, 0)
-    return torch.where((switched == expected) | (owner == UNKNOWN), owner, MIXED)
-
-
 # --- devices on which sums are not deterministic ---------------------------------------------------------------------
 
 
 def _by_nonzero_passes(passes: Passes, plain: list[Tensor]) -> list[Tensor] | None:
     """Owners from passes with samples switched off. None if gradients are not finite."""
     graph = passes.graph
-    seen = [torch.zeros(g.shape, dtype=torch.long, device=g.device) for g in plain]
+    nonzero = [torch.zeros(g.shape, dtype=torch.long, device=g.device) for g in plain]  # passes, as bits
     changes = [torch.zeros_like(g.real) for g in plain]  # largest change of an element while it is non-zero
     for k, on in enumerate(switches(graph.samples)):
         switched = passes.run(on.to(graph.losses))
         if not _finite(switched):
             return None
-        seen = [s | (g != 0).long() << k for s, g in zip(seen, switched, strict=True)]
+        nonzero = [bits | (g != 0).long() << k for bits, g in zip(nonzero, switched, strict=True)]
         changes = [
             torch.where(g != 0, (g - p).abs(), 0).maximum(change)
             for change, g, p in zip(changes, switched, plain, strict=True)
         ]
-    owners = [_owner_of(s, p, graph.samples) for s, p in zip(seen, plain, strict=True)]
+    owners = [_owner_of(bits, p, graph.samples) for bits, p in zip(nonzero, plain, strict=True)]
     return _linear(passes, plain, owners, changes)
 
 
-def _owner_of(seen: Tensor, plain: Tensor, samples: int) -> Tensor:
+def _owner_of(nonzero: Tensor, plain: Tensor, samples: int) -> Tensor:
     """Owner of each element, from the set of passes in which it is non-zero, as bits.
 
     UNKNOWN: non-zero in fewer passes than any sample, by rounding or underflow. MIXED: no sample has this set.
     """
     sets = [sum(1 << k for k in passes) for passes in passes_of_samples(samples)]
-    ordered_sets, order = torch.tensor(sets, device=seen.device).sort()
-    place = torch.searchsorted(ordered_sets, seen.contiguous()).clamp_max(samples - 1)
-    owner = torch.where(ordered_sets[place] == seen, order[place], MIXED)
-    bits = torch.stack([(seen >> k) & 1 for k in range(passes_needed(samples))])
-    few = bits.sum(0) < len(passes_of_samples(samples)[0])
-    owner = torch.where(few, UNKNOWN, owner)
-    return torch.where((seen == 0) & (plain == 0), NO_OWNER, owner)
+    ordered_sets, order = torch.tensor(sets, device=nonzero.device).sort()
+    place = torch.searchsorted(ordered_sets, nonzero.contiguous()).clamp_max(samples - 1)
+    owner = torch.where(ordered_sets[place] == nonzero, order[place], MIXED)
+    bits = torch.stack([(nonzero >> k) & 1 for k in range(passes_needed(samples))])
+    is_partial = bits.sum(0) < len(passes_of_samples(samples)[0])
+    owner = torch.where(is_partial, UNKNOWN, owner)
+    return torch.where((nonzero == 0) & (plain == 0), NO_OWNER, owner)
 
 
 def _linear(passes: Passes, plain: list[Tensor], owners: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
@@ -383,13 +378,13 @@ def _linear(passes: Passes, plain: list[Tensor], owners: list[Tensor], changes: 
     powers = random_powers(graph.samples).to(graph.losses.device)
     coded = passes.run(powers.to(graph.losses.dtype))
     for repeats in REPEATS:
-        again = [passes.run() for _ in range(repeats)]
+        repeated = [passes.run() for _ in range(repeats)]
         nonlinear = []
-        for owner, p, c, change, *others in zip(owners, plain, coded, changes, *again, strict=True):
+        for owner, p, c, change, *repetitions in zip(owners, plain, coded, changes, *repeated, strict=True):
             total, weighted_total = _totals(owner, p, graph.samples), _totals(owner, c, graph.samples)
-            noise = [_totals(owner, other - p, graph.samples) for other in others]
+            noise = [_totals(owner, r - p, graph.samples) for r in repetitions]
             off = (weighted_total - powers * total).abs() > powers * rounding(graph, total, noise)
-            noise = [_sizes(owner, other - p, graph.samples) for other in others]
+            noise = [_sizes(owner, r - p, graph.samples) for r in repetitions]
             limits = rounding(graph, _sizes(owner, p, graph.samples), noise)
             unowned = torch.where((owner == NO_OWNER) | (owner == UNKNOWN), change, 0)
             off |= (_sizes(owner, change, graph.samples) > limits) | (unowned > limits.amax()).any()
@@ -406,12 +401,3 @@ def _totals(owner: Tensor, x: Tensor, samples: int) -> Tensor:
     totals = torch.zeros(samples + 1, dtype=torch.float64, device=x.device)
     index = torch.where(owner >= 0, owner, samples).flatten()
     return totals.index_add_(0, index, x.abs().double().flatten())[:samples]
-
-
-def _non_finite_message(passes: Passes, plain: list[Tensor]) -> str:
-    bad = [passes.operation(at) for at, g in enumerate(plain) if not g.isfinite().all()]
-    where = f"first found at {bad[0]}" if bad else "too large for its floating-point type after scaling"
-    return (
-        f"gradients must be finite; found NaN or infinity although every loss is finite ({where}). "
-        "Check for a square root, norm, division or logarithm at zero."
-    )

@@ -5,7 +5,7 @@ powers of two that differ between any two samples in at least one pass. Scaling 
 of absolute values over the block of a sample must be multiplied by exactly the power of that sample.
 
 Where sums are not deterministic, as on GPUs, this holds up to rounding. There some samples have weight 0 in each pass,
-and their blocks must be exactly 0: see `masked_passes`.
+and their blocks must be exactly 0: see `weighted_passes`.
 
 Blocks that are zero or non-finite verify nothing. An edge at which fewer than two samples had a non-zero, finite block
 stays *pending*, and is verified again when a later pass has a non-zero gradient there. While a gradient is zero, any
@@ -24,10 +24,11 @@ from samplewise.engine.backward import backward_past, gradients_at
 from samplewise.engine.backward_segments import Stops, stops_at
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, numel
 from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
-from samplewise.engine.ownership.linearity import check_linear
-from samplewise.engine.ownership.masked_passes import (
+from samplewise.engine.ownership.owner_map import OwnerMap
+from samplewise.engine.ownership.weighted_passes import (
     REPEATS,
     WIDE,
+    check_linear,
     distinct_powers,
     is_deterministic,
     is_float16,
@@ -35,7 +36,6 @@ from samplewise.engine.ownership.masked_passes import (
     switched_weights,
     switches,
 )
-from samplewise.engine.ownership.owner_map import OwnerMap
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
 FEW = 32  # up to this number of samples, each is seen alone where the first hooks of a graph structure are verified
@@ -47,13 +47,13 @@ class _Record:
     """Result of the verification of one graph structure and derivation."""
 
     holds: bool
-    seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
+    nonzero: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
 
     hooked: set[object] = field(default_factory=set)  # places with hooks that were verified by passes of single samples
     pending: set[EdgeKey] = field(init=False)  # edges at which too few samples had a non-zero block
 
     def __post_init__(self) -> None:
-        self.pending = {edge for edge, samples in self.seen.items() if len(samples) < ENOUGH}
+        self.pending = {edge for edge, samples in self.nonzero.items() if len(samples) < ENOUGH}
 
 
 _records: dict[int, _Record] = {}
@@ -73,15 +73,15 @@ def verify_again(graph: Graph, owner_maps: Mapping[Edge, OwnerMap], derivation: 
     """As `verify`, but always run the backward passes."""
     key = _key(graph, owner_maps, derivation)
     former = _records.get(key)
-    seen = dict(former.seen) if former is not None and former.holds else {}
+    samples = dict(former.nonzero) if former is not None and former.holds else {}
     # Of no elements, any ownership holds.
     nonempty = {edge: owner_map for edge, owner_map in owner_maps.items() if numel(edge.shape)}
     nonzero = _compare(graph, nonempty)
     if nonzero is None and not is_deterministic(graph):
         nonzero = _compare(graph, nonempty, repeats=max(REPEATS))
     for edge in nonempty:
-        seen[graph.key(edge)] = seen.get(graph.key(edge), set()) | (nonzero or {}).get(edge, set())
-    record = _Record(nonzero is not None, seen)
+        samples[graph.key(edge)] = samples.get(graph.key(edge), set()) | (nonzero or {}).get(edge, set())
+    record = _Record(nonzero is not None, samples)
     if record.holds or not may_have_hooks(graph):  # a hook that mixes samples says nothing about other graphs
         if len(_records) >= MOST_REMEMBERED:
             _records.clear()
@@ -163,8 +163,10 @@ def _compare(
     sums = torch.stack(list(plain.values()))
     tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
     nonzero = sums.isfinite() & (sums > tiny)
+    passes: Iterable[Tensor]
     if few_at_a_time:
-        passes = _passes_of_few(graph)
+        masks = torch.eye(graph.samples).double() if graph.samples <= FEW else switches(graph.samples)
+        passes = (mask.to(graph.losses.device) for mask in masks)
     else:
         sizes = _relative_sizes(graph, plain)
         passes = distinct_powers(graph, sizes) if is_deterministic(graph) else switched_weights(graph)
@@ -202,19 +204,13 @@ def _tolerances(
     """Tolerance of each block sum."""
     if is_deterministic(graph):
         return {edge: sums * _relative(edge) for edge, sums in plain.items()}
-    again = [_block_sums(graph, owner_maps, torch.ones_like(graph.losses)) for _ in range(repeats)]
-    return {edge: rounding(graph, sums, [a.get(edge, sums) - sums for a in again]) for edge, sums in plain.items()}
+    repeated = [_block_sums(graph, owner_maps, torch.ones_like(graph.losses)) for _ in range(repeats)]
+    return {edge: rounding(graph, sums, [r.get(edge, sums) - sums for r in repeated]) for edge, sums in plain.items()}
 
 
 def _tiny(graph: Graph, edge: Edge) -> float:
     """Absolute tolerance: sums of denormals. None in float16, where they are large and weights are 0 and 1."""
     return 0.0 if is_float16(graph) and is_deterministic(graph) else torch.finfo(edge.dtype).tiny * 2**8
-
-
-def _passes_of_few(graph: Graph) -> Iterable[Tensor]:
-    """Weights (b,) of 0 and 1 for each pass: one sample each, or half of them if they are more than FEW."""
-    passes = torch.eye(graph.samples).double() if graph.samples <= FEW else switches(graph.samples)
-    return (on.to(graph.losses.device) for on in passes)
 
 
 def _block_sums(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.engine.deferred_checks import is_traced
-from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scale_to_one
-from samplewise.engine.grads.matrix_kernels import bmm, is_plain
+from samplewise.engine.grads.factored import FactoredGrad, Term
+from samplewise.engine.grads.kernels import PairSums, bmm, frobenius_norms, is_plain, root, scale_to_one
 from samplewise.engine.graph.graph import Node, scalar
 from samplewise.engine.rules.rule_input import Use, summed
 
@@ -93,10 +92,6 @@ def bias(use: Use) -> PerSampleGrad | None:
 class ConvolutionGrad(PerSampleGrad):
     """Per-sample gradients of a weight from x (b, n, i, ...) and g (b, n, o, ...)."""
 
-    dot = by_rows.dot
-    gram = by_rows.gram
-    sum_of_squares = by_rows.sum_of_squares
-    project = by_rows.project
     is_bounded_by_norms = True  # the squares of all positions are among the summed pairs
 
     def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: ConvolutionSettings):
@@ -125,18 +120,18 @@ class ConvolutionGrad(PerSampleGrad):
         suits_patches = channels < CHANNEL_BLOCK or self.patch == channels or is_traced(self.g)
         if self._suits_strips:
             make = self._rows_by_strips
-            one = self.shape[2] * self.x[0].numel() // self.settings.stride[0] + self.g[0].numel()
+            elements = self.shape[2] * self.x[0].numel() // self.settings.stride[0] + self.g[0].numel()
         elif suits_patches and self.settings.has_plain_patches:
             make = self._rows_by_patches
-            one = self.positions * self.patch
+            elements = self.positions * self.patch
         else:
             make = self._rows_by_groups
-            one = self.x[0].numel() + self.width
-        return [make(at, end) for at, end in self._spans(start, stop, one)]
+            elements = self.x[0].numel() + self.width
+        return [make(at, end) for at, end in self._spans(start, stop, elements)]
 
-    def _spans(self, start: int, stop: int, one: int) -> list[tuple[int, int]]:
-        """Chunks of samples; temporaries have `one` element per sample."""
-        step = max(1, CHUNK // max(one, 1))
+    def _spans(self, start: int, stop: int, elements: int) -> list[tuple[int, int]]:
+        """Chunks of samples whose temporaries have this number of elements each."""
+        step = max(1, CHUNK // max(elements, 1))
         return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
     def _rows_by_groups(self, start: int, stop: int) -> Tensor:
@@ -222,7 +217,20 @@ class ConvolutionGrad(PerSampleGrad):
     def squared_norms(self, exactly: bool = True) -> Tensor:
         """As `PerSampleGrad.squared_norms`. exactly: if False, NaN for samples whose sum of pairs cancels."""
         spans = self._spans(0, self.samples, self.positions * self.patch)
-        return torch.cat([self._norms_by_pairs(at, end, exactly) for at, end in spans])
+        norms = []
+        for at, end in spans:
+            # From the inner products of all pairs of patches, and of the gradients there.
+            patches = self._patches(at, end, channels_last=True)
+            g = self._by_position(self.g[at:end])
+            pairs = PairSums()
+            pairs.add(bmm(patches, patches.transpose(1, 2)), bmm(g, g.transpose(1, 2)))
+            norms.append(pairs.settle(partial(self._norms_from_rows, at) if exactly else None))
+        return torch.cat(norms)
+
+    def _norms_from_rows(self, start: int, samples: Tensor) -> Tensor:
+        """Squared norms of some samples, counted from `start`."""
+        x, g = self.x[samples + start], self.g[samples + start]
+        return PerSampleGrad.squared_norms(ConvolutionGrad(x, g, self.weight, self.settings))
 
     @property
     def may_cancel(self) -> bool:
@@ -231,18 +239,7 @@ class ConvolutionGrad(PerSampleGrad):
     def scaled_norms(self) -> Tensor:
         x, of_x = scale_to_one(self.x)
         g, of_g = scale_to_one(self.g)
-        return by_rows.root(ConvolutionGrad(x, g, self.weight, self.settings).squared_norms(False)) * of_x * of_g
-
-    def _norms_by_pairs(self, start: int, stop: int, exactly: bool) -> Tensor:
-        """Squared norms from inner products of all pairs of patches, and of the gradients there."""
-        patches = self._patches(start, stop, channels_last=True)
-        g = self._by_position(self.g[start:stop])
-        pairs = PairSums()
-        pairs.add(bmm(patches, patches.transpose(1, 2)), bmm(g, g.transpose(1, 2)))
-        return pairs.settle((lambda samples: self._some_norms(samples + start)) if exactly else None)
-
-    def _some_norms(self, samples: Tensor) -> Tensor:
-        return by_rows.squared_norms(ConvolutionGrad(self.x[samples], self.g[samples], self.weight, self.settings))
+        return root(ConvolutionGrad(x, g, self.weight, self.settings).squared_norms(False)) * of_x * of_g
 
     def sum(self, weights: Tensor | None) -> Tensor:
         along = (-1,) + (1,) * (self.g.dim() - 1)

@@ -55,15 +55,13 @@ def _sequences(use: Use) -> RowGather | None:
     plain = scalar(use.node, "mode") == LSTM and not scalar(use.node, "batch_sizes")
     if not plain or torch.is_grad_enabled():
         return None
-    rows = [_of_sequences(use, slot) for slot in use.gradients]
+    rows = []
+    for slot, gradient in use.gradients.items():  # of the outputs (t, n, h), the last states and the last cells
+        shape = tuple(gradient.shape)
+        owner_map = use.owner_maps[slot]
+        rows.append(sequences_of(owner_map, shape) if slot == 0 else owner_map.rows(shape, len(shape) - 1))
     alike = all(isinstance(r, RegularGather) and r == rows[0] for r in rows)
     return rows[0] if alike or len(rows) == 1 else None
-
-
-def _of_sequences(use: Use, slot: int) -> RowGather | None:
-    shape = tuple(use.gradients[slot].shape)
-    owner_map = use.owner_maps[slot]
-    return sequences_of(owner_map, shape) if slot == 0 else owner_map.rows(shape, len(shape) - 1)
 
 
 def _in_order(use: Use, x: Tensor) -> Tensor:
@@ -103,13 +101,9 @@ class Through(NamedTuple):
 
 def _through_time(use: Use) -> Through:
     """Backpropagation through time, computed once for all operands."""
-    if "through time" not in use.saved:
-        use.saved["through time"] = _run_through_time(use)
-    through: Through = use.saved["through time"]
-    return through
-
-
-def _run_through_time(use: Use) -> Through:
+    if "through time" in use.saved:
+        through: Through = use.saved["through time"]
+        return through
     x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.tensor(name) for name in READS)
     gradients = {slot: accumulable(gradient) for slot, gradient in use.gradients.items()}
     x = _in_order(use, x)
@@ -144,7 +138,8 @@ def _run_through_time(use: Use) -> Through:
         at[:, 3].mul_(dh)
         dc = dc * f[t]
         dh = at.flatten(1) @ w_hidden
-    return Through(result.flatten(2), dh, dc)
+    use.saved["through time"] = Through(result.flatten(2), dh, dc)
+    return use.saved["through time"]
 
 
 def _cells(gain: Tensor, forget: Tensor, first: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.kernels import frobenius_norms
 from samplewise.engine.graph.graph import Edge, Node
 from samplewise.engine.graph.saved import Saved
 from samplewise.engine.ownership.layouts import locate
@@ -35,7 +35,7 @@ class Operand:
 class Use:
     """One use of an operand, with all that a rule needs to compute its per-sample gradients."""
 
-    __slots__ = ("_operand", "gradients", "node", "operand", "owner_maps", "samples", "saved", "shape")
+    __slots__ = ("gradients", "layouts", "node", "operand", "owner_maps", "samples", "saved", "shape")
 
     def __init__(self, node: Node, operand: Operand, gradients: dict[int, Tensor], saved: Saved):
         self.node = node
@@ -45,7 +45,7 @@ class Use:
         self.owner_maps = operand.owner_maps  # ownership of the gradients, by output slot
         self.gradients = gradients  # by output slot; outputs without gradient are missing
         self.saved = saved  # tensors saved by the node, by name
-        self._operand = operand
+        self.layouts = operand.layouts
 
     @property
     def entry(self) -> Edge:
@@ -73,31 +73,21 @@ class Use:
 
         None if samples share a row.
         """
-        layouts = self._operand.layouts
-        if row_dims not in layouts:
-            layouts[row_dims] = self.owner_map.rows(tuple(self.gradients[0].shape), row_dims)
-        rows: RowGather | None = layouts[row_dims]
+        if row_dims not in self.layouts:
+            self.layouts[row_dims] = self.owner_map.rows(tuple(self.gradients[0].shape), row_dims)
+        rows: RowGather | None = self.layouts[row_dims]
         return rows
 
     def permuted_rows(self, dims: tuple[int, ...], row_dims: int) -> RowGather | None:
         """As `rows`, for the gradient with its dimensions permuted."""
-        layouts = self._operand.layouts
-        if (dims, row_dims) not in layouts:
+        if (dims, row_dims) not in self.layouts:
             shape = tuple(self.gradients[0].shape)
             owner_map = permute(self.owner_map, shape, dims)
-            layouts[dims, row_dims] = (
+            self.layouts[dims, row_dims] = (
                 None if owner_map is None else owner_map.rows(tuple(shape[d] for d in dims), row_dims)
             )
-        rows: RowGather | None = layouts[dims, row_dims]
+        rows: RowGather | None = self.layouts[dims, row_dims]
         return rows
-
-    def sample_split(self, shape: tuple[int, ...], aligned: tuple[int, ...]) -> SampleSplit | None:
-        """Division of a tensor of this shape, in the layout of the first output's gradient, into samples."""
-        layouts = self._operand.layouts
-        if (shape, aligned) not in layouts:
-            layouts[shape, aligned] = _sample_split(self.owner_map, shape, aligned)
-        split: SampleSplit | None = layouts[shape, aligned]
-        return split
 
 
 class Rule(NamedTuple):
@@ -132,9 +122,19 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
     target = use.shape if shape is None else shape
     aligned = (1,) * (values.dim() - len(target)) + target
     owner_map = use.owner_maps[0]
-    if isinstance(owner_map, Irregular):
-        return _sum_gathered(use, owner_map, values, aligned)
-    split = use.sample_split(tuple(values.shape), aligned)
+    if isinstance(owner_map, Irregular):  # rows of a sample are in any order, so that they are gathered first
+        row_dims = next((d for d, size in enumerate(aligned) if size != 1), len(aligned))
+        rows_of_samples = owner_map.rows(tuple(values.shape), row_dims)
+        if rows_of_samples is None or row_dims == 0:
+            return None
+        tokens = rows_of_samples.gather(values.flatten(0, row_dims - 1))
+        terms = tokens.reshape(use.samples, -1, *(1,) * (row_dims - 1), *values.shape[row_dims:])
+        dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and terms.shape[d + 1] != 1]
+        return _sum_over(use, terms, sorted({1, *dims}))
+    value_shape = tuple(values.shape)
+    if (value_shape, aligned) not in use.layouts:
+        use.layouts[value_shape, aligned] = _split_samples(owner_map, value_shape, aligned)
+    split: SampleSplit | None = use.layouts[value_shape, aligned]
     if split is None:
         return None
     if split.divided is not None:
@@ -166,9 +166,8 @@ class SampleSplit(NamedTuple):
     summed: tuple[int, ...]  # dims along which the operand was broadcast
 
 
-def _sample_split(owner_map: OwnerMap, shape: tuple[int, ...], aligned: tuple[int, ...]) -> SampleSplit | None:
+def _split_samples(owner_map: Regular, shape: tuple[int, ...], aligned: tuple[int, ...]) -> SampleSplit | None:
     """Steps for a tensor of this shape and an operand of shape `aligned`; None if a sample is not a block of a dim."""
-    assert isinstance(owner_map, Regular)
     place = locate(owner_map.inner, shape, owner_map.samples)
     if place is None or aligned[place.dim] != 1:
         return None
@@ -179,14 +178,3 @@ def _sample_split(owner_map: OwnerMap, shape: tuple[int, ...], aligned: tuple[in
     by_sample = (owner_map.samples, *shape[:dim], groups * post, *shape[dim + 1 :])
     summed = tuple(d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample[d + 1] != 1)
     return SampleSplit(divided, dim + 1, by_sample, summed)
-
-
-def _sum_gathered(use: Use, owner_map: Irregular, values: Tensor, aligned: tuple[int, ...]) -> DenseGrad | None:
-    row_dims = next((d for d, size in enumerate(aligned) if size != 1), len(aligned))
-    rows = owner_map.rows(tuple(values.shape), row_dims)
-    if rows is None or row_dims == 0:
-        return None
-    gathered = rows.gather(values.flatten(0, row_dims - 1))
-    by_sample = gathered.reshape(owner_map.samples, -1, *(1,) * (row_dims - 1), *values.shape[row_dims:])
-    dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample.shape[d + 1] != 1]
-    return _sum_over(use, by_sample, sorted({1, *dims}))

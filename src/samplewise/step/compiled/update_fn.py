@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from samplewise.engine.grads.base import total
+from samplewise.engine.grads.kernels import total
 from samplewise.step.compiled.decompositions import materialize
 from samplewise.step.compiled.optim import OptimBuckets
 from samplewise.step.compiled.tracing import Backward

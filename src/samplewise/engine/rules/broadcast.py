@@ -1,19 +1,65 @@
-"""Rules for scale and shift of normalization layers: the scale multiplies the normalized input, the shift is added.
+"""Rules for parameters that are broadcast over the samples: combined elementwise with an activation, and scale and
+shift of normalization layers.
 
-The statistics that the kernels save are not attached to the graph. If quantities must be differentiable, the statistics
-are recomputed from the input.
+The gradient of the parameter is a tensor in the layout of the output's gradient, summed within each sample.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.kernels import frobenius_norms
 from samplewise.engine.graph.graph import scalar
 from samplewise.engine.rules.rule_input import Use, summed
+
+
+def addend(use: Use) -> PerSampleGrad | None:
+    """Rule for operands whose gradient is the output's gradient."""
+    return summed(use, use.gradient)
+
+
+def scaled_addend(use: Use) -> PerSampleGrad | None:
+    alpha = scalar(use.node, "alpha")
+    return summed(use, use.gradient if alpha == 1 else use.gradient * alpha)
+
+
+def subtrahend(use: Use) -> PerSampleGrad | None:
+    return summed(use, use.gradient * -scalar(use.node, "alpha"))
+
+
+def times_other(use: Use) -> PerSampleGrad | None:
+    return _with_operand(use, "other", torch.mul)
+
+
+def times_self(use: Use) -> PerSampleGrad | None:
+    return _with_operand(use, "self", torch.mul)
+
+
+def dividend(use: Use) -> PerSampleGrad | None:
+    rounds = getattr(use.node, "_saved_rounding_mode", None) is not None
+    return None if rounds else _with_operand(use, "other", torch.div)
+
+
+def _with_operand(use: Use, name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> PerSampleGrad | None:
+    if not isinstance(use.saved[name], Tensor):  # the other operand is a Python number
+        return None
+    return summed(use, operation(use.gradient, use.tensor(name)))
+
+
+def prelu_slope(use: Use) -> PerSampleGrad | None:
+    x = use.tensor("self")
+    return summed(use, torch.where(x > 0, 0, use.gradient * x))
+
+
+# --- normalization layers ---------------------------------------------------------------------------------------------
+#
+# The scale multiplies the normalized input, the shift is added. The statistics that the kernels save are not attached
+# to the graph. If quantities must be differentiable, the statistics are recomputed from the input.
 
 
 def layer_norm_scale(use: Use) -> PerSampleGrad | None:
@@ -22,7 +68,7 @@ def layer_norm_scale(use: Use) -> PerSampleGrad | None:
     rstd = use.tensor("result2")
     g = use.gradient
     if torch.is_grad_enabled():
-        return summed(use, g * _normalized(x, mean, rstd, tuple(range(-len(use.shape), 0))))
+        return summed(use, g * _normalize(x, mean, rstd, tuple(range(-len(use.shape), 0))))
     row_dims = g.dim() - len(use.shape)
     rows = use.rows(row_dims)
     if rows is None:
@@ -39,28 +85,24 @@ def layer_norm_scale(use: Use) -> PerSampleGrad | None:
     return DenseGrad(scale.reshape(use.samples, *use.shape), terms=terms)
 
 
-def layer_norm_shift(use: Use) -> PerSampleGrad | None:
-    return summed(use, use.gradient)
-
-
 def group_norm_scale(use: Use) -> PerSampleGrad | None:
     if not torch.is_grad_enabled():
-        return _of_images(use, _each_image(use, 1))
+        return _sum_images(use, _image_gradients(use, 1))
     x = use.tensor("input")
     g = use.gradient
     groups = scalar(use.node, "group")
     mean, rstd = (use.tensor(name).reshape(x.shape[0], groups, 1) for name in ("result1", "result2"))
-    normal = _normalized(x.reshape(x.shape[0], groups, -1), mean, rstd, (-1,))
+    normal = _normalize(x.reshape(x.shape[0], groups, -1), mean, rstd, (-1,))
     return summed(use, g * normal.view(x.shape), _channels(use))
 
 
 def group_norm_shift(use: Use) -> PerSampleGrad | None:
     if not torch.is_grad_enabled():
-        return _of_images(use, _each_image(use, 2))
+        return _sum_images(use, _image_gradients(use, 2))
     return summed(use, use.gradient, _channels(use))
 
 
-def _of_images(use: Use, values: Tensor) -> PerSampleGrad | None:
+def _sum_images(use: Use, values: Tensor) -> PerSampleGrad | None:
     """Gradients from values (n, c), one row per image, summed over the images of each sample."""
     rows = use.rows(1)
     if rows is None:
@@ -75,12 +117,12 @@ def _of_images(use: Use, values: Tensor) -> PerSampleGrad | None:
     return DenseGrad(rows.gather(values).sum(1), terms=terms)
 
 
-def _each_image(use: Use, operand: int) -> Tensor:
+def _image_gradients(use: Use, operand: int) -> Tensor:
     """Gradient of scale (operand 1) or shift (operand 2) per image, (n, c), from one call of the kernel.
 
     The kernel sums over images. All channels of all images are therefore passed as one image, so nothing is summed.
     """
-    if "each image" not in use.saved:
+    if "image gradients" not in use.saved:
         x = use.tensor("input")
         g = use.gradient
         mean = use.tensor("result1")
@@ -88,7 +130,7 @@ def _each_image(use: Use, operand: int) -> Tensor:
         images, channels = x.shape[:2]
         as_one = (images * channels, x.numel() // (images * channels), mean.numel())
         scale = x.new_ones(images * channels)
-        use.saved["each image"] = torch.ops.aten.native_group_norm_backward(
+        use.saved["image gradients"] = torch.ops.aten.native_group_norm_backward(
             g.contiguous(),
             x.contiguous(),
             mean.reshape(1, -1),
@@ -98,7 +140,7 @@ def _each_image(use: Use, operand: int) -> Tensor:
             *as_one,
             [False, True, True],
         )
-    return use.saved["each image"][operand].view(use.saved["input"].shape[:2])
+    return use.saved["image gradients"][operand].view(use.saved["input"].shape[:2])
 
 
 def batch_norm_scale(use: Use) -> PerSampleGrad | None:
@@ -115,7 +157,7 @@ def batch_norm_shift(use: Use) -> PerSampleGrad | None:
     return summed(use, use.gradient, _channels(use))
 
 
-def _normalized(x: Tensor, mean: Tensor, rstd: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _normalize(x: Tensor, mean: Tensor, rstd: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Normalized input. Under grad mode, mean and variance over `dims` are recomputed to be differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return (x - mean) * rstd
