@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.engine.backward import OperandGradients
-from samplewise.engine.backward_segments import Stops, stops_at
+from samplewise.engine.backward import OperandGradients, Stops, stops_at
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad

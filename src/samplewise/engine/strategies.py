@@ -32,8 +32,7 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Edge, Graph, raise_graph_error
 from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
 from samplewise.engine.graph.saved import Versions
-from samplewise.engine.hook_checks import HookChecks, hook_checks
-from samplewise.engine.hook_refusal import refuse_hooks_below_cut
+from samplewise.engine.hook_checks import HookChecks, hook_checks, refuse_hooks_below_cut
 from samplewise.engine.ownership.linearity import NotLinearError, nonlinear_operation
 from samplewise.engine.ownership.local_probe import FunctionChecks
 from samplewise.engine.ownership.masked_passes import is_deterministic
@@ -367,7 +366,7 @@ class BackwardStrategy:
                 return self._pass(quantity, keep)
 
         # The verdict: hooks where they are, ownership by weights, Python functions, gradients that were zero so far.
-        if not hooks.hold(plan.owners, again=not self.keep):
+        if not hooks.hold(plan.owners, includes_unchanged=not self.keep):
             return self._pass(quantity, keep, watches=False)
         if weighs:
             owner_maps = {graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
