@@ -10,7 +10,7 @@ from daily import daily
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.strategies import jacobian_rows
 
 CLIP = [sw.clip(1.0)]
 

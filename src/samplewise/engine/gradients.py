@@ -34,10 +34,10 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Graph, graph_alive
 from samplewise.engine.graph.saved import free_saved
 from samplewise.engine.outputs import Outputs, parts_of_loss
-from samplewise.engine.plan import Planner, Quantity
+from samplewise.engine.plan import Quantity
 from samplewise.engine.profile import Profile, profile
-from samplewise.engine.quantities import Norms, Projection, total_of, zeros
-from samplewise.engine.strategies import QuantityEvaluator
+from samplewise.engine.quantities import Norms, Projection, QuantityEvaluator, total_of, zeros
+from samplewise.engine.strategies import Planner
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
 from samplewise.parallel.ddp import refuse_replicas
 from samplewise.parallel.group import current_group
@@ -161,7 +161,7 @@ def project(g: Gradients, projection: Projection) -> Tensor:
     """Projection (B, dim) of each sample's gradient, as in `Gradients.project`."""
     g._settle()
     device = g._graph.losses.device
-    with g._evaluator.context():
+    with g._evaluator.context:
         by_name = g._evaluator.evaluate(lambda grad, name: projection.of_parameter(grad, name, device))
         ordered = {name: by_name[name] for name in g.names if name in by_name}  # not that of the backward pass
         return projection.total(ordered, zeros(g._graph, projection.dim))
@@ -192,7 +192,7 @@ def accumulate(
             f"from an ordinary backward pass; found a dict, and the sparse parameter {sparse[0]!r}. Use g.sum(weights)."
         )
     if g._sharded:  # each module is summed over ranks when the pass has left it
-        with g._evaluator.context():
+        with g._evaluator.context:
             for _ in g._evaluator.release(lambda grad, n: accumulate_grad(g._parameters[n], grad.sum(per_name[n]))):
                 pass
         return None
@@ -206,7 +206,7 @@ def accumulate(
 
     # Without `ready`, all sums are checked before the first one is added, so that an error leaves `.grad` unchanged.
     if ready is None:
-        with g._evaluator.context():
+        with g._evaluator.context:
             sums = dict(g._evaluator.release(quantity))
         if may_overflow:
             g._checks.add_tensors(finite_tensors, may_overflow)
@@ -214,7 +214,7 @@ def accumulate(
         for name, total in sums.items():
             accumulate_grad(g._parameters[name], total.detach() if total.requires_grad else total)
         return None
-    with g._evaluator.context():
+    with g._evaluator.context:
         for name, total in g._evaluator.release(quantity):
             g._checks.add_tensors(finite_tensors, may_overflow)
             may_overflow.clear()
@@ -249,7 +249,7 @@ def with_larger_terms(g: Gradients, weights: Weights | None, limit: float) -> li
     """
     ones = torch.ones_like(g._graph.losses)
     per_name = weights_by_name(ones if weights is None else weights, g.names, g._graph.losses, _no_check)
-    with g._evaluator.context():
+    with g._evaluator.context:
         return g._norms.with_larger_terms({name: w for name, w in per_name.items() if w is not None}, limit)
 
 
@@ -352,7 +352,7 @@ class Gradients:
         samples (or tokens) that the loss is divided by to get the norm of the gradient of the sample's own loss.
         """
         _check_by(by)
-        with self._evaluator.context():
+        with self._evaluator.context:
             return self._norms.by_parameter() if by == "parameter" else self._norms.of_samples()
 
     @overload
@@ -404,7 +404,7 @@ class Gradients:
         other_grads = other._evaluator.grads()
         grads = self._evaluator.grads()
         differentiable = self._evaluator.create_graph or other._evaluator.create_graph
-        with self._evaluator.context(), torch.set_grad_enabled(differentiable):
+        with self._evaluator.context, torch.set_grad_enabled(differentiable):
             return {name: quantity(grad, other_grads[name]) for name, grad in grads.items() if name in other_grads}
 
     @overload
@@ -549,7 +549,7 @@ class Gradients:
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         self._settle()
         p = self._parameters[name]
-        with self._evaluator.context():
+        with self._evaluator.context:
             grad = self._evaluator.grads().get(name)
             if grad is None or start == stop:
                 return p.new_zeros(stop - start, *p.shape)
@@ -579,7 +579,7 @@ class Gradients:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, quantity: Quantity) -> dict[str, Tensor]:
-        with self._evaluator.context():
+        with self._evaluator.context:
             return self._evaluator.evaluate(quantity)
 
     def _check_finite(self, results: Mapping[str, Tensor]) -> None:
@@ -620,7 +620,7 @@ class Gradients:
             self._graph.check_losses_unchanged()
             if reached != []:
                 torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)
-        with self._evaluator.context():
+        with self._evaluator.context:
             for name, grad in rows.items():
                 p = self._parameters[name]
                 accumulate_grad(p, grad.sum(weights if weights is None else weights.detach()))

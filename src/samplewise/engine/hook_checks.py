@@ -41,7 +41,6 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.indexed import VIEWS
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
 from samplewise.engine.graph.hook_registry import (
-    NO_HOOKS,
     HookPlaces,
     foreign_hooks,
     have_hooks,
@@ -99,7 +98,7 @@ class _Arrival(NamedTuple):
 class HookChecks:
     """Verifies the hooks of one graph in a backward pass."""
 
-    def __init__(self, graph: Graph, places: HookPlaces = NO_HOOKS, side: Iterable[int] = ()):
+    def __init__(self, graph: Graph, places: HookPlaces, side: Iterable[int]):
         self.graph = graph
         self.places = places
         self.slots: dict[int, list[int]] = {}  # output slots that are watched, by node

@@ -35,7 +35,7 @@ from samplewise.core.memory import is_out_of_memory
 from samplewise.core.state import eval_mode
 from samplewise.engine.graph.graph import edge_of, is_accumulate_grad
 from samplewise.engine.graph.structure import children_below
-from samplewise.engine.reference import gradient_of
+from samplewise.engine.strategies import gradient_of
 from samplewise.errors import LossesError, NonFiniteGradientError, SamplesInteractError
 from samplewise.step.amp import AUTOCAST_DTYPES
 from samplewise.step.checks import check_untracked, warn

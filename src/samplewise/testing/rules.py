@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from samplewise.engine.arguments import wanted_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.grads.base import total
-from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.rules import RULES, Rule, Use
+from samplewise.engine.strategies import jacobian_rows
 
 Losses = Callable[[nn.Module], Tensor]
 
