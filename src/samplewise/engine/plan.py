@@ -215,8 +215,8 @@ def _branches(graph: Graph, operands: Iterable[tuple[int, int]]) -> list[Branch]
     missing = set(graph.leaves.values()) - {route.name for branch in branches for route in branch.routes}
     if missing:
         raise GraphError(
-            f"each parameter in the graph must be reached from the cut; found no route to {', '.join(sorted(missing))}. "
-            "This is a bug in samplewise: please report it with the model."
+            "each parameter in the graph must be reached from the cut; found no route to "
+            f"{', '.join(sorted(missing))}. This is a bug in samplewise: please report it with the model."
         )
     return branches
 
@@ -320,9 +320,7 @@ class GradBuilder:
             pullback: Pullback | None = None
             for route in operand_plan.branch.routes:
                 converted: PerSampleGrad | None = grad
-                if route.changing == ("T",) and isinstance(
-                    grad, FactoredGrad
-                ):  # without edges, which take microseconds
+                if route.changing == ("T",) and isinstance(grad, FactoredGrad):  # no edges, which take microseconds
                     converted = grad.transpose()
                 elif route.changing != ():
                     converted = self._carry(operand_plan, route, grad)
@@ -430,9 +428,8 @@ class GradBuilder:
             self.grads[name] = grad
         elif isinstance(grad, DenseGrad):
             elements = sum(gradient.numel() for gradient in self._gradients.values())
-            few = grad.samples * grad.width <= FEW_ROWS * elements
-            if few and grad.is_apart_from(self._gradients.values()):  # a view would keep the gradient in memory
-                self.rows[name] = grad
+            if grad.samples * grad.width <= FEW_ROWS * elements and grad.is_apart_from(self._gradients.values()):
+                self.rows[name] = grad  # not a view, which would keep the whole gradient in memory
         self.results[name] = self.quantity(grad, name)
 
     def _check_linear(self, grad: GenericGrad | Pullback, name: str) -> None:

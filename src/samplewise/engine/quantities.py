@@ -274,7 +274,16 @@ class Norms:
         """Norms over all parameters, (B,)."""
         if not read_at_once(self._graph.losses):
             return self._of_samples_without_sync()
-        norms = self._total(self._norms_by_name(joint=True))
+        by_name = self._norms_by_name(joint=True)
+        if self._evaluator.create_graph:
+            norms = root(total_of(self._graph, by_name))
+        else:
+            # In the order of the parameters, not that of the backward pass, to be bit-reproducible. By id: the
+            # parameters of a pack have one tensor, which counts once.
+            columns = {id(by_name[name]): by_name[name] for name in self._graph.wanted if name in by_name}
+            norms = torch.linalg.vector_norm(torch.stack(list(columns.values()), 1), dim=1)
+            dtype = torch.promote_types(norms.dtype, wide_dtype(self._graph.losses.dtype))
+            norms = norms if norms.dtype is dtype else norms.to(dtype)
         self._ordinary = are_ordinary_norms(norms)
         if self._ordinary:
             return norms
@@ -325,16 +334,6 @@ class Norms:
             self._joint.add(name)
             return grad.pack.norms
         return earlier[name] if name in earlier else grad.norms()
-
-    def _total(self, by_name: dict[str, Tensor]) -> Tensor:
-        """Norms (B,) over all parameters, in their order, not that of the backward pass, to be bit-reproducible."""
-        if self._evaluator.create_graph:
-            return root(total_of(self._graph, by_name))
-        # By id: the parameters of a pack have one tensor, which counts once.
-        columns = {id(by_name[name]): by_name[name] for name in self._graph.wanted if name in by_name}
-        norms = torch.linalg.vector_norm(torch.stack(list(columns.values()), 1), dim=1)
-        dtype = torch.promote_types(norms.dtype, wide_dtype(self._graph.losses.dtype))
-        return norms if norms.dtype is dtype else norms.to(dtype)
 
     def _with_underflowed_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""
