@@ -247,8 +247,8 @@ def with_larger_terms(g: Gradients, weights: Weights | None, limit: float) -> li
     """Samples whose weighted sum has terms (outer products of tokens, uses of a parameter) of norms above `limit`: they
     may cancel in the gradient of the sample, but their rounding errors stay in the sum. Needs `track_terms`.
     """
-    ones = torch.ones_like(g._graph.losses)
-    per_name = weights_by_name(ones if weights is None else weights, g.names, g._graph.losses, _no_check)
+    weights = torch.ones_like(g._graph.losses) if weights is None else weights
+    per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check)
     with g._evaluator.context:
         return g._norms.with_larger_terms({name: w for name, w in per_name.items() if w is not None}, limit)
 
@@ -262,7 +262,7 @@ def factored_grads(g: Gradients) -> dict[str, PerSampleGrad]:
     wherever the operation has them, also if rows are smaller. Not for a single sample, which has rows only.
     """
     g._settle()
-    return g._evaluator.factors()
+    return g._evaluator.grads(factors=True)
 
 
 def norms_during(g: Gradients, run: Callable[[], object]) -> None:
@@ -643,7 +643,9 @@ class Gradients:
         complete = {}
         for name, p in self._parameters.items():
             if name in results:
-                complete[name] = results[name].to(_abs_dtype(p, results[name]))
+                # Squares of complex gradients are real: they have the real counterpart of the parameter's dtype.
+                is_real = p.is_complex() and not results[name].is_complex()
+                complete[name] = results[name].to(p.real.dtype if is_real else p.dtype)
             else:
                 complete[name] = torch.zeros_like(p)
         return complete
@@ -652,8 +654,3 @@ class Gradients:
 def _check_by(by: str | None) -> None:
     if by not in (None, "parameter"):
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
-
-
-def _abs_dtype(p: Tensor, result: Tensor) -> torch.dtype:
-    """Dtype of the parameter, or its real counterpart for a real result of a complex parameter, such as squares."""
-    return p.dtype if result.is_complex() or not p.is_complex() else p.real.dtype

@@ -157,8 +157,8 @@ def _index(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: S
     entries = index.flatten() % below.shape[0]  # indices may be negative
     parts = []
     for part in grad.parts:
-        chosen = part.reshape(len(part), len(entries), *below.shape[1:])
-        parts.append(chosen.new_zeros(len(part), *below.shape).index_add(1, entries, chosen))
+        of_entries = part.reshape(len(part), len(entries), *below.shape[1:])
+        parts.append(part.new_zeros(len(part), *below.shape).index_add(1, entries, of_entries))
     return DenseGrad(*parts, terms=lambda: term_norms(grad) * len(entries) ** 0.5)
 
 

@@ -25,7 +25,7 @@ from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS
 from samplewise.engine.grads.packed import SMALL, pack_rows
 from samplewise.engine.grads.stacked import StackedGrad
-from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_python_function, numel
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, is_python_function, numel
 from samplewise.engine.graph.hook_registry import may_have_hooks
 from samplewise.engine.graph.saved import SavedTensorReader, Versions
 from samplewise.engine.graph.structure import once
@@ -211,7 +211,22 @@ def _plan_operand(graph: Graph, cut: Cut, at: int, position: int, rule: Rule | N
 
 def _branches(graph: Graph, operands: Iterable[tuple[int, int]]) -> list[Branch]:
     """Parameters below each operand (node, position). Checks that each parameter in the graph is reached."""
-    branches = [_branch(graph, graph.nodes[at], position) for at, position in operands]
+    branches = []
+    for at, position in operands:
+        entry = Edge(*graph.children[graph.nodes[at]][position])
+        paths = paths_to_leaves(graph, entry.node)
+        routes = []
+        for number, (leaf, chain) in enumerate(paths):
+            operations = None if chain is None else [graph.operations[node] for node in chain]
+            changing = None if operations is None else changing_operations(operations)
+            routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
+        leaves = tuple(graph.index[leaf] for leaf, _ in paths)
+        viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in routes)
+        function = None
+        if graph.structure.functions:
+            nodes = [node for node in graph.below([entry.node]) if node in graph.relevant and is_python_function(node)]
+            function = graph.operations[nodes[0]] if nodes else None
+        branches.append(Branch(graph.key(entry), leaves, tuple(routes), viewed, function))
     missing = set(graph.leaves.values()) - {route.name for branch in branches for route in branch.routes}
     if missing:
         raise GraphError(
@@ -219,23 +234,6 @@ def _branches(graph: Graph, operands: Iterable[tuple[int, int]]) -> list[Branch]
             f"{', '.join(sorted(missing))}. This is a bug in samplewise: please report it with the model."
         )
     return branches
-
-
-def _branch(graph: Graph, node: Node, position: int) -> Branch:
-    entry = Edge(*graph.children[node][position])
-    paths = paths_to_leaves(graph, entry.node)
-    routes = []
-    for number, (leaf, chain) in enumerate(paths):
-        operations = None if chain is None else [graph.operations[below] for below in chain]
-        changing = None if operations is None else changing_operations(operations)
-        routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
-    leaves = tuple(graph.index[leaf] for leaf, _ in paths)
-    viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in routes)
-    function = None
-    if graph.structure.functions:
-        nodes = [node for node in graph.below([entry.node]) if node in graph.relevant and is_python_function(node)]
-        function = graph.operations[nodes[0]] if nodes else None
-    return Branch(graph.key(entry), leaves, tuple(routes), viewed, function)
 
 
 # --- applying a plan -----------------------------------------------------------------------------------------------
@@ -265,19 +263,19 @@ class GradBuilder:
         self.differentiable = differentiable
         self.keep = keep
         self.factors = factors  # prefer factors, also if rows are smaller
-        self.versions = Versions()  # version counters of the tensors that representations refer to
         self.results: dict[str, Any] = {}
         self.grads: dict[str, PerSampleGrad] = {}
         self.rows: dict[str, DenseGrad] = {}
         self._gradients: dict[int, Tensor] = {}  # of the last node that was added
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
+        reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
         self._packs = keep and not (differentiable or graph.sharded or is_traced(graph.losses))
         # A hook or Python function may change a gradient in place during the pass, before its rows are packed.
         self._copies = self._packs and in_place
         self._small: dict[str, DenseGrad] = {}  # to be packed after the pass
         self._verdicts = None if graph.sharded else plan.verdicts
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
-        reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
+        self.versions = Versions()  # version counters of the tensors that representations refer to
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
         # It reads tensors of checkpointed blocks during a pass, so that the pass can use them, too.
         self.recomputes = self._reader.recomputes

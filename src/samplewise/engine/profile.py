@@ -88,7 +88,7 @@ def profile(evaluator: QuantityEvaluator, forward: Callable[[], object] | None =
             round_ = _Round(evaluator)
             round_.run(forward)
             times.append(round_.clock.seconds)
-    seconds = {name: min(some.get(name, 0.0) for some in times[1:]) for name in times[-1]}
+    seconds = {name: min(seconds_of.get(name, 0.0) for seconds_of in times[1:]) for name in times[-1]}
     plain = seconds.pop(PLAIN)
     return Profile(_stages(round_, seconds), plain, list(slow_paths))
 
@@ -166,8 +166,8 @@ class _Round(QuantityEvaluator):
         for grad in rows.values():
             grad.sum(weights)
 
-    def _new(self, strategy: str) -> GradStrategy:
-        source = super()._new(strategy)
+    def _make_strategy(self, strategy: str) -> GradStrategy:
+        source = super()._make_strategy(strategy)
         backward = source.source if isinstance(source, RowsStrategy) else source
         if isinstance(backward, BackwardStrategy):
             backward.make_builder = _timed_builder(self.clock)

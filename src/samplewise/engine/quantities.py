@@ -139,9 +139,15 @@ class QuantityEvaluator:
         self._exposed.clear()
         return self._of_strategy(self.strategy, lambda source: source.release(quantity))
 
-    def grads(self) -> dict[str, PerSampleGrad]:
-        """All representations at once, by name. Rows and pairs of samples need them kept."""
-        strategy = "fused" if self.strategy == "twice" else self.strategy
+    def grads(self, *, factors: bool = False) -> dict[str, PerSampleGrad]:
+        """All representations at once, by name. Rows and pairs of samples need them kept. With `factors`, they come
+        from a backward pass of their own: factors wherever an operation has them.
+        """
+        strategy = self.strategy
+        if factors:
+            strategy = "factors"
+        elif strategy == "twice":  # which drops them
+            strategy = "fused"
         with self.context:
             self._check_exposed()
             return self._of_strategy(strategy, lambda source: source.evaluate(lambda grad, _: grad))
@@ -154,12 +160,6 @@ class QuantityEvaluator:
         rows = source.rows
         source.rows = {}
         return rows
-
-    def factors(self) -> dict[str, PerSampleGrad]:
-        """All representations by name, from a backward pass of their own: factors wherever an operation has them."""
-        with self.context:
-            self._check_exposed()
-            return self._of_strategy("factors", lambda source: source.evaluate(lambda grad, _: grad))
 
     def expose(self, name: str, grad: PerSampleGrad) -> None:
         """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
@@ -181,7 +181,7 @@ class QuantityEvaluator:
             raise GraphError(self._freed)
         try:
             if strategy not in self._strategies:
-                self._strategies[strategy] = self._new(strategy)
+                self._strategies[strategy] = self._make_strategy(strategy)
             return compute(self._strategies[strategy])
         except NotLinearError as error:
             # The loop includes hooks on parameters; the sum of "twice" is one pass with weights, which is not linear.
@@ -201,7 +201,7 @@ class QuantityEvaluator:
             )
             return compute(loop)
 
-    def _new(self, strategy: str) -> GradStrategy:
+    def _make_strategy(self, strategy: str) -> GradStrategy:
         if self.graph.sharded and strategy == "twice" and self.graph.samples == 1:
             return SingleSampleStrategy(self.graph)
         if strategy == "reference" or self._by_loop:

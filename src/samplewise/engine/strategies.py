@@ -173,14 +173,14 @@ class BackwardStrategy:
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         if not self.grads:
-            return self._first(quantity, self.keep)
+            return self._evaluate_in_pass(quantity, self.keep)
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
         return {name: compute(grad, name) for name, grad in self.grads.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         if not self.grads:
-            return iter(self._first(quantity, keep=False).items())
+            return iter(self._evaluate_in_pass(quantity, keep=False).items())
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
         return ((name, compute(self.grads.pop(name), name)) for name in list(self.grads))
@@ -190,7 +190,7 @@ class BackwardStrategy:
         with unsharded([self.planner.graph.wanted[name]]):
             return quantity(grad, name)
 
-    def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
+    def _evaluate_in_pass(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
         keep_freed_memory()
         builder = self._pass(quantity, keep)
@@ -198,10 +198,6 @@ class BackwardStrategy:
             self.plan = self.planner.plan_by_probe()
             builder = self._pass(quantity, keep)
             assert builder is not None  # a probed plan has no proof that a pass could refute
-        if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
-            raise NotLinearError(builder.not_linear)
-        if may_have_hooks(self.planner.graph):
-            refuse_hooks_below_cut(self.plan, self.planner.graph)
         builder.finish()
         if not self.plan.proven:
             warn_if_slow(
@@ -289,7 +285,13 @@ class BackwardStrategy:
         if functions is not None and not functions.hold:
             return None
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all
-        return None if verifiable and not self.planner.verify_again() else builder
+        if verifiable and not self.planner.verify_again():
+            return None
+        if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
+            raise NotLinearError(builder.not_linear)
+        if (hooked or graph.structure.functions) and may_have_hooks(graph):  # a function may have registered one
+            refuse_hooks_below_cut(plan, graph)
+        return builder
 
     def explain(self) -> list[ExplainRow]:
         return list(self.evaluate(lambda grad, name: self.plan.explain(name, grad)).values())
