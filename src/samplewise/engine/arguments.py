@@ -161,10 +161,11 @@ def check_attached(losses: object) -> None:
 
 
 def weights_by_name(
-    weights: Weights | None, names: list[str], losses: Tensor, check: Callable[..., object]
+    weights: Weights | None, names: list[str], losses: Tensor, check: Callable[..., object] | None
 ) -> Mapping[str, Tensor | None]:
     """Return the weights of each parameter, like the losses (B,), or None for weights of one. A number is the weight of
-    all samples. Checks shapes; calls check(finite_weights, weights, description), which checks the values.
+    all samples. Checks shapes; calls check(finite_weights, weights, description), which checks the values, unless they
+    are known to be finite.
 
     The tensors are new objects in each call, so that what is computed once for a tensor of weights is not used after
     its values have changed.
@@ -177,7 +178,7 @@ def weights_by_name(
     return {name: _as_weights(w, losses, f"weights[{name!r}]", check) for name, w in weights.items()}
 
 
-def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[..., object]) -> Tensor:
+def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[..., object] | None) -> Tensor:
     if type(weights) is not bool and isinstance(weights, Real):
         weights = torch.full_like(losses, float(weights), dtype=wide_dtype(losses.dtype), requires_grad=False)
     if not isinstance(weights, Tensor) or weights.shape != losses.shape:
@@ -186,7 +187,8 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
             f"found {_shape_or_type(weights)}."
         )
     _check_device(weights, losses.device, what, "losses")
-    check(finite_weights, weights, what)
+    if check is not None:
+        check(finite_weights, weights, what)
     return weights.view_as(weights) if weights.requires_grad else weights.detach()
 
 

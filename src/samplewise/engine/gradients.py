@@ -180,7 +180,7 @@ def accumulate(
     g._evaluator.check_open()
     # A sum of gradients whose norms were finite, with weights of at most 1, is finite: no check of each sum.
     bounded = g._norms.bound_sums(weights)
-    per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
+    per_name = weights_by_name(weights, g.names, g._graph.losses, None if bounded else g._checks.add)
     ordinary = g._sharded if apart else g._evaluator.strategy == "twice" or g._needs_autograd()
     if ordinary and not isinstance(weights, Mapping):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
@@ -248,13 +248,9 @@ def with_larger_terms(g: Gradients, weights: Weights | None, limit: float) -> li
     may cancel in the gradient of the sample, but their rounding errors stay in the sum. Needs `track_terms`.
     """
     weights = torch.ones_like(g._graph.losses) if weights is None else weights
-    per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check)
+    per_name = weights_by_name(weights, g.names, g._graph.losses, check=None)
     with g._evaluator.context:
         return g._norms.with_larger_terms({name: w for name, w in per_name.items() if w is not None}, limit)
-
-
-def _no_check(*arguments: object) -> None:
-    """Accept weights that are known to be finite."""
 
 
 def factored_grads(g: Gradients) -> dict[str, PerSampleGrad]:

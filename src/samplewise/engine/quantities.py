@@ -135,8 +135,9 @@ class QuantityEvaluator:
         """Pairs (name, quantity(grad, name)) in the order of the backward pass; kept gradients are dropped one by one.
         Must be used up inside `context`.
         """
-        self._check_exposed()
-        self._exposed.clear()
+        if self._exposed:
+            self._check_exposed()
+            self._exposed.clear()
         return self._of_strategy(self.strategy, lambda source: source.release(quantity))
 
     def grads(self, *, factors: bool = False) -> dict[str, PerSampleGrad]:

@@ -137,7 +137,12 @@ class SavedTensorReader:
         def read_block() -> None:
             for node in self._nodes[block]:
                 self._recomputed[node] = self._read(node)
-            _release_unread(block)
+            # Release the tensors that were not read: the block would keep each until it is read once.
+            inner_task = torch._C._current_graph_task_id()
+            for reference in getattr(_frame_of(block), "weak_holders", ()):
+                holder = reference()
+                if holder is not None:
+                    holder.handles.pop(inner_task, None)
 
         run_in_backward(read_block)
 
@@ -225,16 +230,6 @@ def _frame_of(block: Any) -> Any:
     """Torch's _CheckpointFrame of a block; None if it cannot be found."""
     cells = getattr(block, "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "recomputed")), None)
-
-
-def _release_unread(block: Any) -> None:
-    """Release recomputed tensors of a block that were not read: the block would keep each until it is read once."""
-    frame = _frame_of(block)
-    task = torch._C._current_graph_task_id()
-    for reference in getattr(frame, "weak_holders", ()):
-        holder = reference()
-        if holder is not None:
-            holder.handles.pop(task, None)
 
 
 class _InBackward(torch.autograd.Function):
