@@ -141,6 +141,9 @@ def gradients_of(
     return Gradients(evaluator, checks, settles=outside is None)
 
 
+# --- for the other packages: functions, because methods of Gradients would be public ---------------------------------
+
+
 def structure_hash(g: Gradients) -> int:
     """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
     return g._graph.structure.hash
@@ -294,6 +297,9 @@ def plan_table(g: Gradients) -> str:
 def time_profile(g: Gradients, forward: Callable[[], object] | None = None) -> Profile | None:
     """Times of the stages of a step on the graph of `g`; `forward`: a function that repeats its forward pass."""
     return profile(g._evaluator, forward)
+
+
+# --- Gradients -------------------------------------------------------------------------------------------------------
 
 
 class Gradients:
