@@ -94,7 +94,7 @@ def hook_places(graph: Graph) -> HookPlaces | None:
     if graph.hooks is None or graph.hooks.next_id != next_id:  # hooks were registered since the last call
         count = foreign_hooks()
         _note(count)
-        if count == 0 or graph.first_sequence_number >= _last_seen.sequence:  # newer than the last foreign hook
+        if count <= 0 or graph.first_sequence_number >= _last_seen.sequence:  # newer than the last foreign hook
             graph.hooks = HookScan(next_id, count, NO_HOOKS)
         elif graph.hooks is not None and graph.hooks.foreign == count:  # by the engine
             graph.hooks = graph.hooks._replace(next_id=next_id)
