@@ -289,7 +289,8 @@ class BackwardStrategy:
             return None
         if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
             raise NotLinearError(builder.not_linear)
-        if (hooked or graph.structure.functions) and may_have_hooks(graph):  # a function may have registered one
+        # Code of the caller that has run in the pass may have registered hooks, too.
+        if (hooked or graph.structure.functions or run is not None) and may_have_hooks(graph):
             refuse_hooks_below_cut(plan, graph)
         return builder
 
