@@ -27,7 +27,7 @@ from samplewise.core.losses import (
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.engine.gradients import gradients
-from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.strategies import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
 
 TOLERANCE = 1e-9

@@ -5,7 +5,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import backward
-from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.strategies import jacobian_rows
 
 
 def rows_by_loop(losses, parameters):

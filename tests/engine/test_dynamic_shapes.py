@@ -9,7 +9,7 @@ from torch import nn
 from samplewise.engine.graph import structure
 from samplewise.engine.graph.graph import Graph
 from samplewise.engine.ownership import layouts, verify
-from samplewise.engine.plan import Planner
+from samplewise.engine.strategies import Planner
 from samplewise.testing.case import Net, noise
 
 WIDTH = 4

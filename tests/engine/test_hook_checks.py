@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import samplewise as sw
 from samplewise.engine import strategies
 from samplewise.engine.ownership import verify
-from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.strategies import jacobian_rows
 
 B, D = 6, 5
 WARM = 3  # steps after which hooks are verified at their nodes

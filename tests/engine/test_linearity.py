@@ -7,7 +7,7 @@ from nonlinear_hooks import Changed, hooked, rounded_to, shuffled, with_posthook
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import hook_checks, hook_refusal
+from samplewise.engine import hook_checks
 from samplewise.engine.ownership import probe, verify, weighted_passes
 from samplewise.testing.case import Net, noise
 
@@ -171,7 +171,7 @@ def test_changes_on_the_way_to_a_weight_are_refused(change, place, strategy):
 def test_a_shift_below_the_cut_is_refused_whatever_weights_are_drawn(monkeypatch):
     """Weights that add up to 1 multiply the shift of a sum of rows by 1, too."""
     monkeypatch.setattr(
-        hook_refusal, "random_powers", lambda samples: torch.tensor([2**-2, 2**-2, *[2**-3] * (samples - 2)])
+        hook_checks, "random_powers", lambda samples: torch.tensor([2**-2, 2**-2, *[2**-3] * (samples - 2)])
     )
     test_changes_on_the_way_to_a_weight_are_refused("shifted", "hook", "fused")
 
@@ -258,7 +258,7 @@ def assert_rows_of_reference(losses, model):
 @pytest.mark.parametrize("place", ON_ACTIVATIONS)
 @pytest.mark.parametrize("change", [*APART, *TOGETHER, *SCALED, *LINEAR])
 def test_where_sums_are_not_deterministic(change, place, monkeypatch):
-    for module in (hook_checks, hook_refusal, weighted_passes, probe, verify):
+    for module in (hook_checks, weighted_passes, probe, verify):
         monkeypatch.setattr(module, "is_deterministic", lambda graph: False)
     model = net()
     for _ in range(2):

@@ -3,7 +3,7 @@
 import pytest
 from nonlinear_hooks import assert_right_or_refused
 
-from samplewise.engine import hook_checks, hook_refusal
+from samplewise.engine import hook_checks
 from samplewise.engine.ownership import probe, verify, weighted_passes
 
 SEEDS = 600
@@ -16,7 +16,7 @@ MANY = 20  # cases of one test
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_right_or_refused(first, deterministic, monkeypatch):
     if not deterministic:
-        for module in (hook_checks, hook_refusal, weighted_passes, probe, verify):
+        for module in (hook_checks, weighted_passes, probe, verify):
             monkeypatch.setattr(module, "is_deterministic", lambda graph: False)
     for seed in range(first, first + MANY):
         assert_right_or_refused(seed)

@@ -6,7 +6,7 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import backward, plan
+from samplewise.engine import backward, strategies
 from samplewise.engine.graph import structure
 from samplewise.engine.graph.structure import forget_structures
 from samplewise.engine.rules import RULES, Rule
@@ -29,8 +29,8 @@ def losses_of(net, samples=5):
 
 def plans_made(monkeypatch):
     made = []
-    make = plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda *arguments: made.append(1) or make(*arguments))
+    make = strategies.make_plan
+    monkeypatch.setattr(strategies, "make_plan", lambda *arguments: made.append(1) or make(*arguments))
     return made
 
 

@@ -17,21 +17,22 @@ Data flows in this order:
              cut         boundary below which a gradient mixes samples; independence: error if samples depend on
                          each other there
            ─ plan        rule for each use of a parameter; parameter_side: operations between the use and
-                         the parameter. Plans are cached.
+                         the parameter. `Planner` (in strategies) caches plans.
 
     For each graph:
            ─ local_probe verification of the claims that the plan depends on; of Python functions during the pass
-           ─ strategies  order of the steps below
-           ─ backward    one backward pass from the losses to the cut, in backward_segments if nodes are left out
-             hook_checks verification of hooks above the cut, at their nodes;
-             hook_refusal error for hooks on tensors or nodes below the cut, where this pass does not run
+           ─ strategies  order of the steps below, in `BackwardStrategy`; one backward pass per sample, in
+                         `jacobian_rows`, which the tests compare everything with
+           ─ backward    one backward pass from the losses to the cut, in segments if nodes are left out
+             hook_checks verification of hooks above the cut, at their nodes; error for hooks on tensors or nodes
+                         below the cut, where this pass does not run
+           ─ plan        `GradBuilder`: application of the plan to the gradients at each node of the cut
            ─ saved       tensors that the operations saved for backward
            ─ rules/      conversion of saved tensors and output gradient (rule_input) into
              grads/      a representation of per-sample gradients: rows (dense), factors (factored),
              generic     or, for operations without a rule, rows on demand
-           ─ quantities  norms and projections from these representations
+           ─ quantities  any quantity of these representations (`QuantityEvaluator`); norms, projections
            ─ gradients   `sw.gradients`: these quantities, sums, Gram matrices and rows; inputs: `sw.input_gradients`
 
-`reference` computes the same gradients with one backward pass per sample; the tests compare against it. `profile` and
-`slow_paths` say where time goes.
+`profile` and `slow_paths` say where time goes.
 """

@@ -38,11 +38,11 @@ def wanted_parameters(parameters: Parameters) -> WantedParameters:
         named = {name: p for name, p in all_parameters.items() if p.requires_grad}
         if not named:
             raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
-        wanted = WantedParameters(named, [model], sharded)
+        resolved = WantedParameters(named, [model], sharded)
     else:
-        wanted = WantedParameters(_named_tensors(parameters), [], sharded=False)
+        resolved = WantedParameters(_named_tensors(parameters), [], sharded=False)
     first: dict[int, str] = {}
-    for name, p in wanted.named.items():
+    for name, p in resolved.named.items():
         # The attributes of an ordinary parameter are read here: a call for each parameter takes longer.
         if not (isinstance(p, nn.Parameter) and p.requires_grad and p.is_floating_point() and p.is_leaf):
             _check_parameter(name, p)
@@ -50,7 +50,7 @@ def wanted_parameters(parameters: Parameters) -> WantedParameters:
             raise ParameterError(
                 f"each parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
             )
-    return wanted
+    return resolved
 
 
 def _named_tensors(parameters: Any) -> dict[str, Tensor]:
@@ -62,9 +62,14 @@ def _named_tensors(parameters: Any) -> dict[str, Tensor]:
         are_pairs = all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items)
         pairs = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
     else:
+        advice = "Pass the model."
+        if isinstance(parameters, Tensor):
+            advice = "Wrap it in a list."
+        elif isinstance(parameters, Optimizer):
+            advice = "Pass the model; or, for the parameters of the optimizer only, a list of its tensors."
         raise ParameterError(
             "parameters must be a module, a dict of named tensors, or an iterable of tensors or of (name, tensor) "
-            f"pairs; found {_kind(parameters)}. {_remedy_for(parameters)}"
+            f"pairs; found {_kind(parameters)}. {advice}"
         )
     named = dict(pairs)
     if not named:
@@ -84,14 +89,6 @@ def _kind(thing: object) -> str:
     if callable(thing) and hasattr(thing, "__name__"):
         return f"the function {thing.__name__}"
     return type(thing).__name__
-
-
-def _remedy_for(parameters: object) -> str:
-    if isinstance(parameters, Tensor):
-        return "Wrap it in a list."
-    if isinstance(parameters, Optimizer):
-        return "Pass the model; or, for the parameters of the optimizer only, a list of its tensors."
-    return "Pass the model."
 
 
 def check_is_tensor(losses: object, usage: str) -> None:
@@ -136,13 +133,13 @@ def check_losses(losses: Tensor) -> None:
     finite_losses(losses)
 
 
-def check_attached(losses: Tensor) -> None:
+def check_attached(losses: object) -> None:
     """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
-        raise LossesError(
-            f"losses must be a tensor with one value per sample; found {type(losses).__name__}. "
-            f"{_MISSING if losses is None else 'Use torch.stack for a list of tensors.'}"
+        advice = (
+            "Return the losses from the loss function." if losses is None else "Use torch.stack for a list of tensors."
         )
+        raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}. {advice}")
     if losses.dim() != 1:
         if losses.dim() == 0:
             advice = "Use reduction='none' and do not average over the batch."
@@ -162,14 +159,12 @@ def check_attached(losses: Tensor) -> None:
         )
 
 
-_MISSING = "Return the losses from the loss function."
-
-
 def weights_by_name(
-    weights: Weights | None, names: list[str], losses: Tensor, check: Callable[..., object]
+    weights: Weights | None, names: list[str], losses: Tensor, check: Callable[..., object] | None
 ) -> Mapping[str, Tensor | None]:
     """Return the weights of each parameter, like the losses (B,), or None for weights of one. A number is the weight of
-    all samples. Checks shapes; calls check(finite_weights, weights, description), which checks the values.
+    all samples. Checks shapes; calls check(finite_weights, weights, description), which checks the values, unless they
+    are known to be finite.
 
     The tensors are new objects in each call, so that what is computed once for a tensor of weights is not used after
     its values have changed.
@@ -182,17 +177,17 @@ def weights_by_name(
     return {name: _as_weights(w, losses, f"weights[{name!r}]", check) for name, w in weights.items()}
 
 
-def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[..., object]) -> Tensor:
+def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[..., object] | None) -> Tensor:
     if type(weights) is not bool and isinstance(weights, Real):
         weights = torch.full_like(losses, float(weights), dtype=wide_dtype(losses.dtype), requires_grad=False)
     if not isinstance(weights, Tensor) or weights.shape != losses.shape:
-        found = _shape_or_type(weights)
         raise ParameterError(
             f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
-            f"found {found}."
+            f"found {_shape_or_type(weights)}."
         )
     _check_device(weights, losses.device, what, "losses")
-    check(finite_weights, weights, what)
+    if check is not None:
+        check(finite_weights, weights, what)
     return weights.view_as(weights) if weights.requires_grad else weights.detach()
 
 
@@ -212,10 +207,10 @@ def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
     for name, p in parameters.items():
         shape = tuple(p.shape)
         tensor = direction[name]
-        found = _shape_or_type(tensor)
-        if found != f"shape {shape}":
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
             raise ParameterError(
-                f"direction[{name!r}] must be a tensor of the parameter's shape {shape}; found {found}."
+                f"direction[{name!r}] must be a tensor of the parameter's shape {shape}; found "
+                f"{_shape_or_type(tensor)}."
             )
         _check_device(tensor, p.device, f"direction[{name!r}]", "parameter")
 
@@ -226,11 +221,12 @@ def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> int
     first = rows[next(iter(parameters))]
     count = len(first) if isinstance(first, Tensor) and first.dim() else 0
     for name, p in parameters.items():
+        shape = (count, *p.shape)
         tensor = rows[name]
-        found = _shape_or_type(tensor)
-        if found != f"shape {(count, *p.shape)}":
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
             raise ParameterError(
-                f"rows[{name!r}] must be a tensor (n, *shape) like g.full(), here {(count, *p.shape)}; found {found}."
+                f"rows[{name!r}] must be a tensor (n, *shape) like g.full(), here {shape}; found "
+                f"{_shape_or_type(tensor)}."
             )
         _check_device(tensor, p.device, f"rows[{name!r}]", "parameter")
     return count
@@ -253,5 +249,5 @@ def _check_names(entries: Mapping[str, object], names: list[str], what: str) -> 
     unknown = [n for n in entries if n not in expected]
     missing = [n for n in names if n not in entries]
     if unknown or missing:
-        found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
-        raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")
+        difference = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
+        raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {difference}.")

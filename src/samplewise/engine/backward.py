@@ -5,14 +5,14 @@ pass, and keeps none of them; `watch_backward` does so during an ordinary pass t
 from an edge to the parameters below it. `backward_to_leaves` passes the gradients of parameters to a callback, one by
 one.
 
-A callback may return a function that returns the gradients of the node's operands. `backward_past` then continues
-from them and does not run the node, if the pass can be divided there: see `backward_segments`.
+A callback may return a function that returns the gradients of the node's operands. `backward_past` then does not run
+the node: the pass is divided there, if possible, and its next segment starts from these gradients.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import starmap
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from samplewise.engine.backward_segments import Segment, Stops, stops_at
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node
 from samplewise.engine.graph.hook_registry import have_hooks, may_have_hooks, remove_afterwards
+from samplewise.engine.graph.structure import Reach, once
 
 OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
 Receiver = Callable[[int, dict[int, Tensor]], OperandGradients | None]
@@ -42,6 +42,77 @@ class Watcher(Protocol):
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
         """Called after the pass with the gradients of `captures`."""
 
+
+class Segment(NamedTuple):
+    """Stops of one segment of a pass, as positions in `graph.nodes`."""
+
+    inside: tuple[int, ...]  # stops that the segment runs
+    ends: tuple[int, ...]  # stops at which it ends
+
+
+class Stops(NamedTuple):
+    """Nodes at which gradients are read, for all graphs of one structure. Nodes are positions in `graph.nodes`."""
+
+    slots: dict[int, tuple[int, ...]]  # output slots that receive a gradient, by node, consumers first
+    ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
+    whole: Segment  # all stops
+    segments: tuple[Segment, ...]  # the same stops, if the pass is divided at nodes that need not be run
+
+
+def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = ()) -> Stops:
+    """Return the stops of a pass that reads the gradients at `nodes`. Those of them in `replaceable` need not be run,
+    because the callback returns the gradients of their operands.
+    """
+    key = (frozenset(map(graph.index.__getitem__, nodes)), frozenset(map(graph.index.__getitem__, replaceable)))
+    return once(graph.reach.results, key, partial(_stops_at, graph.reach, *key))
+
+
+def _stops_at(reach: Reach, positions: frozenset[int], replaceable: frozenset[int]) -> Stops:
+    above = set[int]()
+    for at in reversed(reach.nodes):
+        if at in positions or at in above:
+            above.update(consumer for consumer, _ in reach.consumers[at])
+    slots = {at: reach.slots[at] for at in reach.nodes if at in positions}
+    ends = positions - above
+    whole = Segment(tuple(stop for stop in slots if stop not in ends), tuple(stop for stop in slots if stop in ends))
+    skipped = above & replaceable
+    segments = divide_pass(reach, slots, ends, positions | above, skipped) if skipped else (whole,)
+    return Stops(slots, ends, whole, segments)
+
+
+def divide_pass(
+    reach: Reach, stops: Iterable[int], ends: Set[int], nodes: Set[int], skipped: Set[int]
+) -> tuple[Segment, ...]:
+    """Segments of a pass through `nodes` that ends at the stops in `ends`, divided at the `skipped` nodes where
+    possible: all gradients that reach the next segments must come from the nodes that a segment skips.
+    """
+    levels, last = _levels(reach, nodes, skipped)
+    inside: list[list[int]] = [[] for _ in range(last + 1)]
+    outside: list[list[int]] = [[] for _ in range(last + 1)]
+    for stop in stops:
+        number = min(levels[stop], last)
+        is_end = stop in ends or (stop in skipped and number < last)
+        (outside if is_end else inside)[number].append(stop)
+    return tuple(Segment(tuple(run), tuple(not_run)) for run, not_run in zip(inside, outside, strict=True))
+
+
+def _levels(reach: Reach, nodes: Set[int], skipped: Set[int]) -> tuple[dict[int, int], int]:
+    """Largest number of skipped nodes on a path from the losses to each node, and the number up to which levels can be
+    segments: from there on, some node has gradients from several levels.
+    """
+    levels: dict[int, int] = {}
+    last = len(skipped)
+    for at in reach.nodes:
+        if at in nodes:
+            consumers = (consumer for consumer, _ in reach.consumers[at] if consumer in nodes)
+            sources = [levels[consumer] + (consumer in skipped) for consumer in consumers]
+            levels[at] = max(sources, default=0)
+            if sources and min(sources) < levels[at]:
+                last = min(last, min(sources))
+    return levels, min(last, max(levels.values(), default=0))
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
 
 # Gradients with at most this many elements in total, and in one tensor, stay in the CPU caches: a pass may return them
 # all at its end.
@@ -106,11 +177,6 @@ def _gradients(roots: _Roots, edges: Sequence[tuple[Node, int]], create_graph: b
     return gradients
 
 
-def accumulate_sum(losses: Tensor, weights: Tensor) -> None:
-    """Add Σ w × gradient to `.grad`: torch.autograd.backward(losses, weights), without its checks of arguments."""
-    _engine_run_backward((losses,), (weights,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def backward_past(
     graph: Graph,
     stops: Stops,
@@ -134,19 +200,16 @@ def backward_past(
         divisible = not have_hooks(graph, skipped)
     if divisible:
         _send_during(graph, stops, stops.segments, receive, weights, create_graph, watcher)
+        return
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not. A hook or Python
     # function may change a gradient in place after it has passed a node.
-    elif not (during or hooked or graph.structure.functions) and _fit_cache(graph, stops):
-        _send_afterwards(graph, stops, receive, weights, create_graph)
-    else:
-        _send_during(graph, stops, (stops.whole,), receive, weights, create_graph, watcher)
-
-
-def _fit_cache(graph: Graph, stops: Stops) -> bool:
-    """True if the gradients at all stops stay in the CPU caches."""
-    shapes = graph.sizes.shapes
-    elements = [prod(shapes[at, slot]) for at, slots in stops.slots.items() for slot in slots]
-    return sum(elements) <= FITS_CACHE and max(elements, default=0) <= ONE_FITS_CACHE
+    if not (during or hooked or graph.structure.functions):
+        shapes = graph.sizes.shapes
+        elements = [prod(shapes[at, slot]) for at, slots in stops.slots.items() for slot in slots]
+        if sum(elements) <= FITS_CACHE and max(elements, default=0) <= ONE_FITS_CACHE:
+            _send_afterwards(graph, stops, receive, weights, create_graph)
+            return
+    _send_during(graph, stops, (stops.whole,), receive, weights, create_graph, watcher)
 
 
 def _send_afterwards(graph: Graph, stops: Stops, receive: Receiver, weights: Tensor | None, create_graph: bool) -> None:
@@ -236,14 +299,14 @@ class _Viewer:
     def show(self, stop: int, gradients: Sequence[Tensor | None]) -> OperandGradients | None:
         # A node may run again before the hooks are removed: in a nested call, or in the pass of another thread. The
         # autograd engine runs CPU nodes in the thread that started the pass.
-        if stop in self.remaining and (threading.get_ident() == self.thread or not _on_cpu(gradients)):
-            self.remaining.remove(stop)
-            slots = self.stops.slots[stop]
-            with torch.set_grad_enabled(self.create_graph):
-                return self.receive(
-                    stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None}
-                )
-        return None
+        if stop not in self.remaining:
+            return None
+        if threading.get_ident() != self.thread and all(g is None or g.device.type == "cpu" for g in gradients):
+            return None
+        self.remaining.remove(stop)
+        slots = self.stops.slots[stop]
+        with torch.set_grad_enabled(self.create_graph):
+            return self.receive(stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None})
 
 
 _device_passes = threading.Lock()
@@ -252,10 +315,6 @@ _device_passes = threading.Lock()
 def _one_pass_at_a_time(device: torch.device) -> AbstractContextManager[object]:
     """Lock for passes on other devices: their nodes run in one thread per device, not in the caller's thread."""
     return nullcontext() if device.type == "cpu" else _device_passes
-
-
-def _on_cpu(gradients: Sequence[Tensor | None]) -> bool:
-    return all(g is None or g.device.type == "cpu" for g in gradients)
 
 
 def backward_to_leaves(
@@ -326,6 +385,11 @@ def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentia
             of_leaf = leaf.zeros()
         dense.append(of_leaf if of_leaf.layout is torch.strided else of_leaf.to_dense())
     return dense
+
+
+def accumulate_sum(losses: Tensor, weights: Tensor) -> None:
+    """Add Σ w × gradient to `.grad`: torch.autograd.backward(losses, weights), without its checks of arguments."""
+    _engine_run_backward((losses,), (weights,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def accumulate_grad(p: Tensor, gradient: Tensor) -> None:

@@ -165,9 +165,9 @@ def finite_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _non_finite(found: str) -> NonFiniteGradientError:
+def _non_finite(value: str) -> NonFiniteGradientError:
     return NonFiniteGradientError(
-        f"gradients must be finite; found {found} although every loss is finite. "
+        f"gradients must be finite; found {value} although every loss is finite. "
         "Check for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
     )
 

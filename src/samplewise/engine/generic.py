@@ -49,11 +49,12 @@ class Repetition:
             sizes = torch.stack([g.detach().reshape(len(g), -1).abs().amax(1).double() for g in gradients]).amax(0)
             samples = sizes.topk(2).indices
             if not sizes.any():  # zeros verify nothing, and one call is enough for them
-                return [one.expand(len(sizes), *one.shape[1:]) for one in self._one_by_one([g[:1] for g in gradients])]
+                single = self._one_by_one([g[:1] for g in gradients])
+                return [result.expand(len(sizes), *result.shape[1:]) for result in single]
         results = self._in_batch(gradients)
         if results is not None and verdict is None:
             expected = self._one_by_one([g[samples] for g in gradients])
-            if not all(are_near(some[samples], one) for some, one in zip(results, expected, strict=True)):
+            if not all(are_near(result[samples], single) for result, single in zip(results, expected, strict=True)):
                 results = None
             elif bool(sizes[samples].all()):
                 self.verdicts[self.key] = True
@@ -63,7 +64,7 @@ class Repetition:
         return results
 
     def _one_by_one(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        results = [self.function(*one) for one in zip(*gradients, strict=True)]
+        results = [self.function(*of_sample) for of_sample in zip(*gradients, strict=True)]
         return [torch.stack(of_all) for of_all in zip(*results, strict=True)]
 
     def _in_batch(self, gradients: Sequence[Tensor]) -> list[Tensor] | None:
@@ -147,9 +148,9 @@ class GenericGrad(RowwiseGrad):
         """True if the node's backward is linear: compared for all samples, and for samples with these weights (b,)."""
         first = self.use.gradients
         second = self._weighted_gradients(weights)
-        both = {slot: g + second[slot] for slot, g in first.items()}
-        a, b, c = (accumulable(self._call(gradients)) for gradients in (first, second, both))
-        return is_additive(graph, a, b, c, largest(both.values()))
+        total = {slot: g + second[slot] for slot, g in first.items()}
+        a, b, c = (accumulable(self._call(gradients)) for gradients in (first, second, total))
+        return is_additive(graph, a, b, c, largest(total.values()))
 
     def broadcast(self) -> PerSampleGrad | None:
         """The same gradients, if the operation is elementwise and has broadcast the operand: its backward then returns
@@ -285,7 +286,7 @@ class Pullback:
         pulled = zip(
             *([accumulable(g) for g in self._pull_back(x)] for x in (first, second, first + second)), strict=True
         )
-        return all(is_additive(graph, a, b, both, size) for a, b, both in pulled)
+        return all(is_additive(graph, a, b, total, size) for a, b, total in pulled)
 
     def sum(self, number: int, weights: Tensor | None) -> Tensor:
         """Weighted sum over samples of one parameter. Those of the others are computed with it."""

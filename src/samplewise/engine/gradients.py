@@ -34,10 +34,10 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Graph, graph_alive
 from samplewise.engine.graph.saved import free_saved
 from samplewise.engine.outputs import Outputs, parts_of_loss
-from samplewise.engine.plan import Planner, Quantity
+from samplewise.engine.plan import Quantity
 from samplewise.engine.profile import Profile, profile
-from samplewise.engine.quantities import Norms, Projection, total_of, zeros
-from samplewise.engine.strategies import QuantityEvaluator
+from samplewise.engine.quantities import Norms, Projection, QuantityEvaluator, total_of, zeros
+from samplewise.engine.strategies import Planner
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.ddp import refuse_replicas
@@ -141,6 +141,9 @@ def gradients_of(
     return Gradients(evaluator, checks, settles=outside is None)
 
 
+# --- for the other packages: functions, because methods of Gradients would be public ---------------------------------
+
+
 def structure_hash(g: Gradients) -> int:
     """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
     return g._graph.structure.hash
@@ -161,7 +164,7 @@ def project(g: Gradients, projection: Projection) -> Tensor:
     """Projection (B, dim) of each sample's gradient, as in `Gradients.project`."""
     g._settle()
     device = g._graph.losses.device
-    with g._evaluator.context():
+    with g._evaluator.context:
         by_name = g._evaluator.evaluate(lambda grad, name: projection.of_parameter(grad, name, device))
         ordered = {name: by_name[name] for name in g.names if name in by_name}  # not that of the backward pass
         return projection.total(ordered, zeros(g._graph, projection.dim))
@@ -180,7 +183,7 @@ def accumulate(
     g._evaluator.check_open()
     # A sum of gradients whose norms were finite, with weights of at most 1, is finite: no check of each sum.
     bounded = g._norms.bound_sums(weights)
-    per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
+    per_name = weights_by_name(weights, g.names, g._graph.losses, None if bounded else g._checks.add)
     ordinary = g._sharded if apart else g._evaluator.strategy == "twice" or g._needs_autograd()
     if ordinary and not isinstance(weights, Mapping):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
@@ -192,7 +195,7 @@ def accumulate(
             f"from an ordinary backward pass; found a dict, and the sparse parameter {sparse[0]!r}. Use g.sum(weights)."
         )
     if g._sharded:  # each module is summed over ranks when the pass has left it
-        with g._evaluator.context():
+        with g._evaluator.context:
             for _ in g._evaluator.release(lambda grad, n: accumulate_grad(g._parameters[n], grad.sum(per_name[n]))):
                 pass
         return None
@@ -206,7 +209,7 @@ def accumulate(
 
     # Without `ready`, all sums are checked before the first one is added, so that an error leaves `.grad` unchanged.
     if ready is None:
-        with g._evaluator.context():
+        with g._evaluator.context:
             sums = dict(g._evaluator.release(quantity))
         if may_overflow:
             g._checks.add_tensors(finite_tensors, may_overflow)
@@ -214,7 +217,7 @@ def accumulate(
         for name, total in sums.items():
             accumulate_grad(g._parameters[name], total.detach() if total.requires_grad else total)
         return None
-    with g._evaluator.context():
+    with g._evaluator.context:
         for name, total in g._evaluator.release(quantity):
             g._checks.add_tensors(finite_tensors, may_overflow)
             may_overflow.clear()
@@ -247,14 +250,10 @@ def with_larger_terms(g: Gradients, weights: Weights | None, limit: float) -> li
     """Samples whose weighted sum has terms (outer products of tokens, uses of a parameter) of norms above `limit`: they
     may cancel in the gradient of the sample, but their rounding errors stay in the sum. Needs `track_terms`.
     """
-    ones = torch.ones_like(g._graph.losses)
-    per_name = weights_by_name(ones if weights is None else weights, g.names, g._graph.losses, _no_check)
-    with g._evaluator.context():
+    weights = torch.ones_like(g._graph.losses) if weights is None else weights
+    per_name = weights_by_name(weights, g.names, g._graph.losses, check=None)
+    with g._evaluator.context:
         return g._norms.with_larger_terms({name: w for name, w in per_name.items() if w is not None}, limit)
-
-
-def _no_check(*arguments: object) -> None:
-    """Accept weights that are known to be finite."""
 
 
 def factored_grads(g: Gradients) -> dict[str, PerSampleGrad]:
@@ -262,7 +261,7 @@ def factored_grads(g: Gradients) -> dict[str, PerSampleGrad]:
     wherever the operation has them, also if rows are smaller. Not for a single sample, which has rows only.
     """
     g._settle()
-    return g._evaluator.factors()
+    return g._evaluator.grads(factors=True)
 
 
 def norms_during(g: Gradients, run: Callable[[], object]) -> None:
@@ -298,6 +297,9 @@ def plan_table(g: Gradients) -> str:
 def time_profile(g: Gradients, forward: Callable[[], object] | None = None) -> Profile | None:
     """Times of the stages of a step on the graph of `g`; `forward`: a function that repeats its forward pass."""
     return profile(g._evaluator, forward)
+
+
+# --- Gradients -------------------------------------------------------------------------------------------------------
 
 
 class Gradients:
@@ -352,7 +354,7 @@ class Gradients:
         samples (or tokens) that the loss is divided by to get the norm of the gradient of the sample's own loss.
         """
         _check_by(by)
-        with self._evaluator.context():
+        with self._evaluator.context:
             return self._norms.by_parameter() if by == "parameter" else self._norms.of_samples()
 
     @overload
@@ -404,7 +406,7 @@ class Gradients:
         other_grads = other._evaluator.grads()
         grads = self._evaluator.grads()
         differentiable = self._evaluator.create_graph or other._evaluator.create_graph
-        with self._evaluator.context(), torch.set_grad_enabled(differentiable):
+        with self._evaluator.context, torch.set_grad_enabled(differentiable):
             return {name: quantity(grad, other_grads[name]) for name, grad in grads.items() if name in other_grads}
 
     @overload
@@ -549,7 +551,7 @@ class Gradients:
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         self._settle()
         p = self._parameters[name]
-        with self._evaluator.context():
+        with self._evaluator.context:
             grad = self._evaluator.grads().get(name)
             if grad is None or start == stop:
                 return p.new_zeros(stop - start, *p.shape)
@@ -579,7 +581,7 @@ class Gradients:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, quantity: Quantity) -> dict[str, Tensor]:
-        with self._evaluator.context():
+        with self._evaluator.context:
             return self._evaluator.evaluate(quantity)
 
     def _check_finite(self, results: Mapping[str, Tensor]) -> None:
@@ -620,7 +622,7 @@ class Gradients:
             self._graph.check_losses_unchanged()
             if reached != []:
                 torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)
-        with self._evaluator.context():
+        with self._evaluator.context:
             for name, grad in rows.items():
                 p = self._parameters[name]
                 accumulate_grad(p, grad.sum(weights if weights is None else weights.detach()))
@@ -643,7 +645,9 @@ class Gradients:
         complete = {}
         for name, p in self._parameters.items():
             if name in results:
-                complete[name] = results[name].to(_abs_dtype(p, results[name]))
+                # Squares of complex gradients are real: they have the real counterpart of the parameter's dtype.
+                is_real = p.is_complex() and not results[name].is_complex()
+                complete[name] = results[name].to(p.real.dtype if is_real else p.dtype)
             else:
                 complete[name] = torch.zeros_like(p)
         return complete
@@ -652,8 +656,3 @@ class Gradients:
 def _check_by(by: str | None) -> None:
     if by not in (None, "parameter"):
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
-
-
-def _abs_dtype(p: Tensor, result: Tensor) -> torch.dtype:
-    """Dtype of the parameter, or its real counterpart for a real result of a complex parameter, such as squares."""
-    return p.dtype if result.is_complex() or not p.is_complex() else p.real.dtype

@@ -8,7 +8,7 @@ from torch import Tensor
 from samplewise.core.tensor_storage import is_plain, stored_values
 from samplewise.engine.arguments import check_is_tensor, check_losses
 from samplewise.engine.backward import gradients_at
-from samplewise.engine.graph.graph import Edge, Graph, edge_of, graph_alive
+from samplewise.engine.graph.graph import Graph, edge_of, graph_alive
 from samplewise.engine.ownership.independence import refuse_broadcast
 from samplewise.engine.ownership.ownership import owners
 from samplewise.engine.ownership.probe import MIXED, probe
@@ -64,33 +64,30 @@ def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) ->
         return _by_loop(losses, x, create_graph)
     with graph_alive(), torch.set_grad_enabled(create_graph):
         refuse_broadcast(graph)
-        if graph.samples > 1 and not _proven(graph, edge):
-            (gradient,), (owner,) = probe(graph, [edge])
-            if (owner == MIXED).any():
-                check_linear(graph, [edge], [gradient])
-                raise SamplesInteractError(SHARED)
+        if graph.samples > 1:
+            ownership = owners(graph, probes=False)
+            owner_map = ownership.owner_maps.get(graph.key(edge))
+            # A gradient that is zero cannot verify the ownership: its edge is returned, and probed below.
+            if owner_map is None or verify(graph, {edge: owner_map}, ownership.derivation) != set():
+                (gradient,), (owner,) = probe(graph, [edge])
+                if (owner == MIXED).any():
+                    check_linear(graph, [edge], [gradient])
+                    raise SamplesInteractError(SHARED)
         (gradient,) = gradients_at(graph, [edge], create_graph=create_graph)
     return gradient
-
-
-def _proven(graph: Graph, edge: Edge) -> bool:
-    """True if ownership of x is proven and verified. False if its gradient is zero, which cannot verify the proof."""
-    ownership = owners(graph, probes=False)
-    owner_map = ownership.owner_maps.get(graph.key(edge))
-    return owner_map is not None and verify(graph, {edge: owner_map}, ownership.derivation) == set()
 
 
 def _by_loop(losses: Tensor, x: Tensor, create_graph: bool) -> Tensor:
     """As `input_gradients`, from one backward pass per sample: ownership is found for strided tensors only."""
     with graph_alive():
         samples: Tensor | None = None  # number of samples that depend on each element
-        for one in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
-            (gradient,) = torch.autograd.grad(losses, x, one, retain_graph=True, allow_unused=True)
+        for weights in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
+            (gradient,) = torch.autograd.grad(losses, x, weights, retain_graph=True, allow_unused=True)
             if gradient is None:
                 raise GraphError(NO_PATH)
             values = stored_values(gradient) if gradient.is_nested else gradient.to_dense()
             samples = (values != 0).long() + (0 if samples is None else samples)
         if samples is not None and (samples > 1).any():
             raise SamplesInteractError(SHARED)
-        ones = torch.ones_like(losses)
-        return torch.autograd.grad(losses, x, ones, retain_graph=True, create_graph=create_graph)[0]
+        weights = torch.ones_like(losses)
+        return torch.autograd.grad(losses, x, weights, retain_graph=True, create_graph=create_graph)[0]

@@ -79,9 +79,9 @@ def checked_outputs(loss: Tensor, outputs: Any) -> list[Tensor]:
             f"{_description(outputs)}. Pass the tensors themselves, for example outputs=out.logits."
         )
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise LossesError(
-            f"loss must be a scalar tensor if outputs are given; found {found}. Leave out outputs for losses (B,), one "
+            f"loss must be a scalar tensor if outputs are given; found {kind}. Leave out outputs for losses (B,), one "
             "per sample."
         )
     if not loss.requires_grad:
@@ -142,7 +142,7 @@ def _consumers(loss: Tensor, stops: Mapping[Edge, Stop], wanted: Mapping[str, Te
     consumers: Consumers = {}
     bypassed: list[str] = []
     stack: list[Node] = [edge_of(loss).node]
-    seen = set(stack)
+    visited = set(stack)
     while stack:
         node = stack.pop()
         if is_accumulate_grad(node) and id(node.variable) in names:
@@ -152,8 +152,8 @@ def _consumers(loss: Tensor, stops: Mapping[Edge, Stop], wanted: Mapping[str, Te
                 continue
             if Edge(child, slot) in stops:
                 consumers.setdefault(Edge(child, slot), []).append((node, position))
-            elif child not in seen:
-                seen.add(child)
+            elif child not in visited:
+                visited.add(child)
                 stack.append(child)
     if not consumers:
         raise GraphError(
@@ -162,9 +162,9 @@ def _consumers(loss: Tensor, stops: Mapping[Edge, Stop], wanted: Mapping[str, Te
         )
     if bypassed:
         first = min(bypassed, key=list(wanted).index)
-        others = f" and {plural(len(bypassed) - 1, 'other parameter')}" if len(bypassed) > 1 else ""
+        more = f" and {plural(len(bypassed) - 1, 'other parameter')}" if len(bypassed) > 1 else ""
         raise GraphError(
-            f"the whole loss must pass through outputs; found that it depends on {first!r}{others} on another path, as "
+            f"the whole loss must pass through outputs; found that it depends on {first!r}{more} on another path, as "
             "a penalty on weights or an auxiliary loss does. Pass all outputs that the loss depends on, or leave such "
             "terms out of the loss and call backward() on them separately."
         )

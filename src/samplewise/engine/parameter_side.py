@@ -64,28 +64,19 @@ def carry(
     """
     if changing is None:
         return None
-    if changing == ("Transpose",) and isinstance(grad, StackedGrad) and _swaps_last_dims(entry):
-        return grad.transpose()
+    if changing == ("Transpose",) and isinstance(grad, StackedGrad) and operation(entry.node) == "Transpose":
+        ndim = len(entry.shape)
+        if {scalar(entry.node, "dim0") % ndim, scalar(entry.node, "dim1") % ndim} == {ndim - 2, ndim - 1}:
+            return grad.transpose()
     if set(changing) <= VIEWS:
         return reindex(grad, entry, leaf, orders, key)
     if indices is not None and isinstance(grad, DenseGrad):
-        return _lookup_once_grad(grad, entry.node, indices(), leaf.shape)
+        # Position embeddings: they are looked up once and broadcast to all samples.
+        index = indices()
+        rows = grad.rows(0, grad.samples)
+        gradient = rows.reshape(grad.samples, index.numel(), rows.shape[-1])
+        return lookup_grad(entry.node, index.reshape(1, -1).expand(grad.samples, -1), gradient, leaf.shape)
     return None
-
-
-def _swaps_last_dims(entry: Edge) -> bool:
-    """True if the node where a gradient arrives is the transposition of the last two dims."""
-    if operation(entry.node) != "Transpose":
-        return False
-    ndim = len(entry.shape)
-    return {scalar(entry.node, "dim0") % ndim, scalar(entry.node, "dim1") % ndim} == {ndim - 2, ndim - 1}
-
-
-def _lookup_once_grad(grad: DenseGrad, node: Node, index: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
-    """Gradients of position embeddings, which are looked up once and broadcast to all samples."""
-    rows = grad.rows(0, grad.samples)
-    gradient = rows.reshape(grad.samples, index.numel(), rows.shape[-1])
-    return lookup_grad(node, index.reshape(1, -1).expand(grad.samples, -1), gradient, shape)
 
 
 # --- operations that keep representations ----------------------------------------------------------------------------
@@ -154,8 +145,8 @@ def _index(grad: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: S
     entries = index.flatten() % below.shape[0]  # indices may be negative
     parts = []
     for part in grad.parts:
-        chosen = part.reshape(len(part), len(entries), *below.shape[1:])
-        parts.append(chosen.new_zeros(len(part), *below.shape).index_add(1, entries, chosen))
+        of_entries = part.reshape(len(part), len(entries), *below.shape[1:])
+        parts.append(part.new_zeros(len(part), *below.shape).index_add(1, entries, of_entries))
     return DenseGrad(*parts, terms=lambda: term_norms(grad) * len(entries) ** 0.5)
 
 

@@ -1,47 +1,35 @@
 """Plan of a graph structure, and its application to one graph.
 
-`Planner(graph, ...).plan()` returns the plan: which nodes the backward pass stops at, which rule converts the gradient
-of each operand, and which operations lie between the operand and the parameter. Plans refer to nodes by position and
-hold no tensors, so graphs of the same structure and shapes share a plan. `GradBuilder` applies a plan to a graph.
-
-A plan is a claim about all graphs of a structure. What can change between two of them is verified for each graph: the
-ownership through nodes that were probed (before the pass), Python functions and hooks (by the pass, see `strategies`),
-gradients that could not verify the ownership because they were zero, and sample data below the cut.
+`make_plan` returns the plan: which nodes the backward pass stops at, which rule converts the gradient of each operand,
+and which operations lie between the operand and the parameter. Plans refer to nodes by position and hold no tensors, so
+graphs of the same structure and shapes share a plan. `GradBuilder` applies a plan to a graph, during a backward pass.
+`strategies` looks plans up, and verifies for each graph what may differ between graphs of one structure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from samplewise.engine.backward import OperandGradients
-from samplewise.engine.backward_segments import Stops, stops_at
+from samplewise.engine.backward import OperandGradients, Stops, stops_at
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import SMALL, DenseGrad, pack_rows
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS, StackedGrad
-from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
-from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
+from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, is_python_function, numel
+from samplewise.engine.graph.hook_registry import may_have_hooks
 from samplewise.engine.graph.saved import SavedTensorReader, Versions
 from samplewise.engine.graph.structure import once
-from samplewise.engine.ownership.cut import Cut, find_cut, probed_cut
-from samplewise.engine.ownership.independence import (
-    Constants,
-    may_refuse,
-    refuse_batch_norm,
-    refuse_broadcast,
-    sample_data,
-)
-from samplewise.engine.ownership.local_probe import Claim, hold
-from samplewise.engine.ownership.owner_map import OwnerMap, Regular
-from samplewise.engine.ownership.verify import verify_again
+from samplewise.engine.ownership.cut import Cut
+from samplewise.engine.ownership.local_probe import Claim
+from samplewise.engine.ownership.owner_map import OwnerMap
 from samplewise.engine.parameter_side import (
     NO_DESCENT,
     Descent,
@@ -55,7 +43,7 @@ from samplewise.engine.parameter_side import (
 )
 from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.rule_input import Operand
-from samplewise.engine.slow_paths import place_of, warn_if_slow
+from samplewise.engine.slow_paths import warn_if_slow
 from samplewise.errors import GraphError
 from samplewise.parallel.sharded_parameters import unsharded
 
@@ -177,7 +165,9 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
             if route.looks_up:
                 reads.setdefault(branch.entry[0], {})["indices"] = None
     operations = {at: graph.structure.operations[at] for at in operands}
-    operand_rules = _operand_rules(operations, reads)
+    # Rules for the gradients of operands, of nodes whose saved tensors are read by other rules in any case.
+    operand_rules = {at: OPERAND_RULES[name] for at, name in operations.items() if name in OPERAND_RULES}
+    operand_rules = {at: rule for at, rule in operand_rules.items() if set(rule.reads) <= set(reads[at])}
     return Plan(
         stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in operand_rules]),
         operands=operands,
@@ -219,140 +209,29 @@ def _plan_operand(graph: Graph, cut: Cut, at: int, position: int, rule: Rule | N
 
 def _branches(graph: Graph, operands: Iterable[tuple[int, int]]) -> list[Branch]:
     """Parameters below each operand (node, position). Checks that each parameter in the graph is reached."""
-    branches = [_branch(graph, graph.nodes[at], position) for at, position in operands]
-    _prove_complete(graph, [route.name for branch in branches for route in branch.routes])
-    return branches
-
-
-def _branch(graph: Graph, node: Node, position: int) -> Branch:
-    entry = Edge(*graph.children[node][position])
-    paths = paths_to_leaves(graph, entry.node)
-    routes = []
-    for number, (leaf, chain) in enumerate(paths):
-        operations = None if chain is None else [graph.operations[below] for below in chain]
-        changing = None if operations is None else changing_operations(operations)
-        routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
-    leaves = tuple(graph.index[leaf] for leaf, _ in paths)
-    viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in routes)
-    return Branch(graph.key(entry), leaves, tuple(routes), viewed, _function_below(graph, entry.node))
-
-
-def _function_below(graph: Graph, start: Node) -> str | None:
-    if not graph.structure.functions:
-        return None
-    functions = [node for node in graph.below([start]) if node in graph.relevant and is_python_function(node)]
-    return graph.operations[functions[0]] if functions else None
-
-
-def _operand_rules(operations: Mapping[int, str], reads: Mapping[int, Mapping[str, None]]) -> dict[int, OperandRule]:
-    """Rules for the gradients of operands, of nodes whose saved tensors are read by other rules in any case."""
-    rules = {at: OPERAND_RULES[name] for at, name in operations.items() if name in OPERAND_RULES}
-    return {at: rule for at, rule in rules.items() if set(rule.reads) <= set(reads[at])}
-
-
-def _prove_complete(graph: Graph, uses: Iterable[str]) -> None:
-    missed = set(graph.leaves.values()) - set(uses)
-    if missed:
+    branches = []
+    for at, position in operands:
+        entry = Edge(*graph.children[graph.nodes[at]][position])
+        paths = paths_to_leaves(graph, entry.node)
+        routes = []
+        for number, (leaf, chain) in enumerate(paths):
+            operations = None if chain is None else [graph.operations[node] for node in chain]
+            changing = None if operations is None else changing_operations(operations)
+            routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
+        leaves = tuple(graph.index[leaf] for leaf, _ in paths)
+        viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in routes)
+        function = None
+        if graph.structure.functions:
+            nodes = [node for node in graph.below([entry.node]) if node in graph.relevant and is_python_function(node)]
+            function = graph.operations[nodes[0]] if nodes else None
+        branches.append(Branch(graph.key(entry), leaves, tuple(routes), viewed, function))
+    missing = set(graph.leaves.values()) - {route.name for branch in branches for route in branch.routes}
+    if missing:
         raise GraphError(
-            f"each parameter in the graph must be reached from the cut; found no route to {', '.join(sorted(missed))}. "
-            "This is a bug in samplewise: please report it with the model."
+            "each parameter in the graph must be reached from the cut; found no route to "
+            f"{', '.join(sorted(missing))}. This is a bug in samplewise: please report it with the model."
         )
-
-
-class Planner:
-    """The plan of a graph, made or looked up when it is first needed.
-
-    `modules`: tensors of these modules do not count as sample data. `interacting`: see `gradients`.
-    """
-
-    def __init__(self, graph: Graph, modules: Iterable[nn.Module], interacting: str):
-        self.graph = graph
-        self.modules = modules
-        self.interacting = interacting
-        self._plan: Plan | None = None
-
-    def plan(self) -> Plan:
-        if self._plan is None and not self.find():
-            self._plan = self._analyze()
-        assert self._plan is not None
-        return self._plan
-
-    def find(self, verify: bool = True) -> bool:
-        """Look up the plan; False if there is none for such graphs, or if it does not hold for this one. `verify`: if
-        False, also if this depends on values of this graph.
-        """
-        if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
-            leave_out_forward_hooks(self.modules)
-        plan: Plan | None = self.graph.sizes.plans.get(self.interacting)
-        if plan is None or (not verify and (plan.claims or plan.data_entries)) or not self._holds(plan):
-            return False
-        self._plan = plan
-        return True
-
-    def plan_by_probe(self) -> Plan:
-        """Replace the plan by one that does not depend on derived ownership."""
-        self._plan = make_plan(self.graph, probed_cut(self.graph, self._constants(), self.interacting))
-        return self._plan
-
-    def _holds(self, plan: Plan) -> bool:
-        """True if a cached plan is valid here: same rules, no sample data below the cut, verified ownership."""
-        if list(map(RULES.get, plan.rules)) != list(plan.rules.values()):  # the caller may have added a rule
-            return False
-        if plan.data_entries and not self._allows_data(plan):
-            return False
-        if plan.claims and is_traced(self.graph.losses):  # claims are verified with values
-            return False
-        return not plan.claims or hold(plan.claims, self.graph)
-
-    def _allows_data(self, plan: Plan) -> bool:
-        """True if what enters below the cut is no reason to look at this graph: integers may be positions."""
-        if self.interacting != "refuse" and not is_traced(self.graph.losses):
-            return True
-        data = list(sample_data(self.graph, plan.data_entries, self._constants()))
-        return not (data and (may_refuse(data) or is_traced(self.graph.losses)))
-
-    def verify_again(self) -> bool:
-        """Verify the ownership of the current plan with new passes; False if it does not hold."""
-        plan = self.plan()
-        owner_maps = {self.graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
-        pending = verify_again(self.graph, owner_maps, plan.derivation)
-        if pending is None:
-            self.graph.sizes.plans.pop(self.interacting, None)
-            return False
-        plan.pending = set(map(self.graph.key, pending))
-        return True
-
-    def _analyze(self) -> Plan:
-        if self.interacting == "refuse":
-            refuse_batch_norm(self.graph, self.modules)
-            refuse_broadcast(self.graph)
-        cut = find_cut(self.graph, self._constants(), self.interacting)
-        plan = make_plan(self.graph, cut)
-        if cut.cause is not None:
-            place = "" if cut.cause.node is None else place_of(self.graph, cut.cause.node, self.modules)
-            plan.cause = cut.cause.text + place
-        sizes = self.graph.sizes
-        # Routing by data has new shapes in each step: owners of rows are kept only for shapes that are met again.
-        small = sizes.analyzed or all(isinstance(owner_map, Regular) for owner_map in plan.owner_maps.values())
-        if cut.proven and not cut.by_data and small:
-            sizes.plans[self.interacting] = plan
-        sizes.analyzed = True
-        return plan
-
-    def _constants(self) -> Constants:
-        return Constants(self._model_tensors())
-
-    def _model_tensors(self) -> Iterator[Tensor]:
-        """Parameters and buffers of the model, some of them twice."""
-        yield from self.graph.wanted.values()
-        for node in self.graph.nodes:
-            if is_accumulate_grad(node) and isinstance(node.variable, nn.Parameter):
-                yield node.variable
-        for module in self.modules:
-            for part in module.modules():  # a tenth of the time of module.parameters()
-                for tensor in (*part._parameters.values(), *part._buffers.values()):
-                    if tensor is not None:
-                        yield tensor
+    return branches
 
 
 # --- applying a plan -----------------------------------------------------------------------------------------------
@@ -382,12 +261,12 @@ class GradBuilder:
         self.differentiable = differentiable
         self.keep = keep
         self.factors = factors  # prefer factors, also if rows are smaller
-        self.versions = Versions()  # version counters of the tensors that representations refer to
         self.results: dict[str, Any] = {}
         self.grads: dict[str, PerSampleGrad] = {}
         self.rows: dict[str, DenseGrad] = {}
         self._gradients: dict[int, Tensor] = {}  # of the last node that was added
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
+        reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
         self._packs = keep and not (differentiable or graph.sharded or is_traced(graph.losses))
         # A hook or Python function may change a gradient in place during the pass, before its rows are packed.
         self._copies = self._packs and in_place
@@ -395,7 +274,7 @@ class GradBuilder:
         # No batches in a sharded model: its hooks would get the tensors of torch.vmap.
         self._verdicts = None if graph.sharded else plan.verdicts
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
-        reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
+        self.versions = Versions()  # version counters of the tensors that representations refer to
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
         # It reads tensors of checkpointed blocks during a pass, so that the pass can use them, too.
         self.recomputes = self._reader.recomputes
@@ -419,62 +298,101 @@ class GradBuilder:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
         self._gradients = gradients
-        grads: list[PerSampleGrad] = []
+        referring: list[PerSampleGrad] = []  # representations that may refer to the tensors of the operation
         for operand_plan in self.plan.operands[at]:
-            grad = None
+            # First the gradients of the operand: from a rule, or from the operation's own backward.
+            grad: PerSampleGrad | None = None
             if gradients:
                 use = Use(node, operand_plan.operand, gradients, saved)
             if not gradients or operand_plan.empty:
-                grad = self._zeros(operand_plan)
+                entry = self.graph.edge(operand_plan.branch.entry)
+                device = self.graph.losses.device
+                grad = DenseGrad(torch.zeros(self.graph.samples, *entry.shape, dtype=entry.dtype, device=device))
             elif operand_plan.rule is not None and node not in self._reader.sparse:  # rules are for strided tensors
                 rule = operand_plan.rule
                 grad = rule.factors(use) if self.factors and rule.factors is not None else rule.grad(use)
             if grad is None:  # no rule, or one that does not support this use
-                generic = GenericGrad(use, self.differentiable, self._verdicts, (at, operand_plan.operand.position))
-                grad = generic.broadcast() or generic
-                if is_python_function(node):
-                    self._check_linear(generic, self.plan.operations[at])
-                    if not supports_batches(node):
-                        warn_if_slow(
-                            self.graph,
-                            f"{self.plan.operations[at]} has no rule, so that its backward is called once per sample",
-                            f"{self.graph.samples} calls of it in each step",
-                            "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",
-                        )
-            grads += self._carry(operand_plan, grad)
-        if self.keep and grads:
+                grad = self._convert_without_rule(use, at)
+            # Then those of the parameters below it.
+            pullback: Pullback | None = None
+            for route in operand_plan.branch.routes:
+                converted: PerSampleGrad | None = grad
+                if route.changing == ("T",) and isinstance(grad, FactoredGrad):  # no edges, which take microseconds
+                    converted = grad.transpose()
+                elif route.changing != ():
+                    converted = self._carry(operand_plan, route, grad)
+                if converted is None:
+                    pullback = self._pull_back(operand_plan, grad) if pullback is None else pullback
+                    converted = pullback.grad(route.number)
+                if not self._add_use(route.name, converted):
+                    referring.append(converted)
+        if self.keep and referring:
             # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
-            read = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
-            tensors = [*read, *gradients.values()]
-            for grad in grads:
+            inputs = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
+            tensors = [*inputs, *gradients.values()]
+            for grad in referring:
                 if not (isinstance(grad, DenseGrad) and grad.is_apart_from(tensors)):
                     self.versions.record(tensors)
                     break
         of_operands = self.plan.operand_rules.get(at)
         return partial(of_operands.gradients, use) if of_operands is not None and gradients else None
 
-    def _carry(self, operand_plan: OperandPlan, grad: PerSampleGrad) -> list[PerSampleGrad]:
-        """Convert the representation of an operand into those of the parameters below it. Returns those that may refer
-        to the tensors of the operation.
-        """
-        referring: list[PerSampleGrad] = []
-        pullback: Pullback | None = None
-        for route in operand_plan.branch.routes:
-            converted: PerSampleGrad | None = grad
-            if route.changing == ("T",) and isinstance(grad, FactoredGrad):  # without edges, which take microseconds
-                converted = grad.transpose()
-            elif route.changing != ():
-                entry = self.graph.edge(operand_plan.branch.entry)
-                leaf = Edge(self.graph.nodes[operand_plan.branch.leaves[route.number]], 0)
-                indices = self._indices(operand_plan) if route.looks_up else None
-                key = (operand_plan.branch.entry, route.number)
-                converted = carry(grad, route.changing, entry, leaf, indices, self.plan.orders, key)
-            if converted is None:
-                pullback = self._pullback(operand_plan, grad) if pullback is None else pullback
-                converted = pullback.grad(route.number)
-            if not self._add_use(route.name, converted):
-                referring.append(converted)
-        return referring
+    def _convert_without_rule(self, use: Use, at: int) -> PerSampleGrad:
+        """Representation of an operand from calls of the operation's own backward."""
+        generic = GenericGrad(use, self.differentiable, self._verdicts, (at, use.operand))
+        grad = generic.broadcast() or generic
+        if is_python_function(use.node):
+            self._check_linear(generic, self.plan.operations[at])
+            if not supports_batches(use.node):
+                warn_if_slow(
+                    self.graph,
+                    f"{self.plan.operations[at]} has no rule, so that its backward is called once per sample",
+                    f"{self.graph.samples} calls of it in each step",
+                    "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",
+                )
+        return grad
+
+    def _carry(self, operand_plan: OperandPlan, route: Route, grad: PerSampleGrad) -> PerSampleGrad | None:
+        """Convert the representation of an operand into that of a parameter; None if this needs a `Pullback`."""
+        branch = operand_plan.branch
+
+        def read_indices() -> Tensor:
+            indices: Tensor = self._reader.take(self.graph.nodes[branch.entry[0]])["indices"]
+            self.versions.record([indices])
+            return indices
+
+        return carry(
+            grad,
+            route.changing,
+            self.graph.edge(branch.entry),
+            Edge(self.graph.nodes[branch.leaves[route.number]], 0),
+            read_indices if route.looks_up else None,
+            self.plan.orders,
+            (branch.entry, route.number),
+        )
+
+    def _pull_back(self, operand_plan: OperandPlan, grad: PerSampleGrad) -> Pullback:
+        """Pull the representation of an operand back to all parameters below it with autograd."""
+        branch = operand_plan.branch
+        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in branch.leaves]
+        entry = branch.entry
+        verdicts: Verdicts | None = None
+        closed: Mapping[int, PerSampleGrad] = {}
+        # A hook or Python Function, which may store gradients, must not get the tensors of torch.vmap.
+        hooked = (
+            self.graph.sharded
+            or may_have_hooks(self.graph)
+            or any(leaf.node.variable._backward_hooks for leaf in leaves)
+        )
+        functions = self.graph.structure.functions if branch.function is not None else ()
+        if not hooked and all(supports_batches(self.graph.nodes[at]) for at in functions):
+            verdicts = self._verdicts
+            self._settle_terms(grad)
+            grad, entry, closed = lower(grad, entry, operand_plan.descent, self.graph, self._reader.take)
+        pullback = Pullback(grad, self.graph.edge(entry), entry, leaves, self.differentiable, verdicts, closed)
+        if branch.function is not None:
+            self._check_linear(pullback, branch.function)
+        return pullback
 
     def _add_use(self, name: str, grad: PerSampleGrad) -> bool:
         """Add one use of a parameter; True if it was copied into rows, so that it need not stay unchanged."""
@@ -505,14 +423,11 @@ class GradBuilder:
     def _finish(self, name: str, grad: PerSampleGrad) -> None:
         if self.keep:
             self.grads[name] = grad
-        elif isinstance(grad, DenseGrad) and self._is_small(grad):
-            self.rows[name] = grad
+        elif isinstance(grad, DenseGrad):
+            elements = sum(gradient.numel() for gradient in self._gradients.values())
+            if grad.samples * grad.width <= FEW_ROWS * elements and grad.is_apart_from(self._gradients.values()):
+                self.rows[name] = grad  # not a view, which would keep the whole gradient in memory
         self.results[name] = self.quantity(grad, name)
-
-    def _is_small(self, grad: DenseGrad) -> bool:
-        """True for rows of their own with few elements compared with the gradient that they were computed from."""
-        elements = sum(gradient.numel() for gradient in self._gradients.values())
-        return grad.samples * grad.width <= FEW_ROWS * elements and grad.is_apart_from(self._gradients.values())
 
     def _check_linear(self, grad: GenericGrad | Pullback, name: str) -> None:
         """Note that the backward of a Python Function is not linear. ATen operations are derivatives, so they are."""
@@ -531,41 +446,3 @@ class GradBuilder:
         for name, grad in pack_rows({name: small[name] for name in self.graph.wanted if name in small}).items():
             self._finish(name, grad)
         self.grads.update(large)  # small ones come first: every bucket of an all-reduce waits for some of them
-
-    def _zeros(self, operand_plan: OperandPlan) -> PerSampleGrad:
-        entry = self.graph.edge(operand_plan.branch.entry)
-        device = self.graph.losses.device
-        return DenseGrad(torch.zeros(self.graph.samples, *entry.shape, dtype=entry.dtype, device=device))
-
-    def _pullback(self, operand_plan: OperandPlan, grad: PerSampleGrad) -> Pullback:
-        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in operand_plan.branch.leaves]
-        entry = operand_plan.branch.entry
-        verdicts: Verdicts | None = None
-        closed: Mapping[int, PerSampleGrad] = {}
-        if self._pulls_back_in_batches(operand_plan, leaves):
-            verdicts = self._verdicts
-            self._settle_terms(grad)
-            grad, entry, closed = lower(grad, entry, operand_plan.descent, self.graph, self._reader.take)
-        pullback = Pullback(grad, self.graph.edge(entry), entry, leaves, self.differentiable, verdicts, closed)
-        if operand_plan.branch.function is not None:
-            self._check_linear(pullback, operand_plan.branch.function)
-        return pullback
-
-    def _pulls_back_in_batches(self, operand_plan: OperandPlan, leaves: Iterable[Edge]) -> bool:
-        """False if a hook or Python Function, which may store gradients, would get the tensors of torch.vmap."""
-        if (
-            self.graph.sharded  # has hooks of fully_shard
-            or may_have_hooks(self.graph)
-            or any(leaf.node.variable._backward_hooks for leaf in leaves)
-        ):
-            return False
-        functions = self.graph.structure.functions if operand_plan.branch.function is not None else ()
-        return all(supports_batches(self.graph.nodes[at]) for at in functions)
-
-    def _indices(self, operand_plan: OperandPlan) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            indices: Tensor = self._reader.take(self.graph.nodes[operand_plan.branch.entry[0]])["indices"]
-            self.versions.record([indices])
-            return indices
-
-        return read

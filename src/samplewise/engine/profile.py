@@ -23,11 +23,10 @@ from samplewise.engine.generic import supports_batches
 from samplewise.engine.grads.indexed import VIEWS
 from samplewise.engine.graph.graph import Graph
 from samplewise.engine.graph.hook_registry import leave_out_forward_hooks, may_have_hooks
-from samplewise.engine.plan import GradBuilder, Plan, Planner
-from samplewise.engine.quantities import Norms
-from samplewise.engine.reference import LoopStrategy
+from samplewise.engine.plan import GradBuilder, Plan
+from samplewise.engine.quantities import Norms, QuantityEvaluator
 from samplewise.engine.slow_paths import SlowPath, slow_paths_collected
-from samplewise.engine.strategies import BackwardStrategy, GradStrategy, QuantityEvaluator, RowsStrategy
+from samplewise.engine.strategies import BackwardStrategy, GradStrategy, LoopStrategy, Planner, RowsStrategy
 from samplewise.errors import NonFiniteGradientError
 
 ROUNDS = 5  # after one that is not counted
@@ -84,12 +83,12 @@ def profile(evaluator: QuantityEvaluator, forward: Callable[[], object] | None =
     if evaluator.graph.sharded:  # a rank cannot repeat passes alone
         return None
     times: list[dict[str, float]] = []
-    with evaluator.context(), slow_paths_collected() as slow_paths:
+    with evaluator.context, slow_paths_collected() as slow_paths:
         for _ in range(1 + ROUNDS):
             round_ = _Round(evaluator)
             round_.run(forward)
             times.append(round_.clock.seconds)
-    seconds = {name: min(some.get(name, 0.0) for some in times[1:]) for name in times[-1]}
+    seconds = {name: min(seconds_of.get(name, 0.0) for seconds_of in times[1:]) for name in times[-1]}
     plain = seconds.pop(PLAIN)
     return Profile(_stages(round_, seconds), plain, list(slow_paths))
 
@@ -142,7 +141,7 @@ class _Round(QuantityEvaluator):
         if forward is not None:
             with clock.stage(FORWARD), torch.enable_grad():
                 forward()
-        with self.context():
+        with self.context:
             with clock.stage(PLAIN):
                 backward_to_leaves(graph, graph.leaves.values(), torch.ones_like(graph.losses), _drop)
             leave_out_forward_hooks(self.planner.modules)
@@ -167,8 +166,8 @@ class _Round(QuantityEvaluator):
         for grad in rows.values():
             grad.sum(weights)
 
-    def _new(self, strategy: str) -> GradStrategy:
-        source = super()._new(strategy)
+    def _make_strategy(self, strategy: str) -> GradStrategy:
+        source = super()._make_strategy(strategy)
         backward = source.source if isinstance(source, RowsStrategy) else source
         if isinstance(backward, BackwardStrategy):
             backward.make_builder = _timed_builder(self.clock)

@@ -52,7 +52,7 @@ def warn_if_slow(graph: Graph, cause: str, cost: str, remedy: str) -> None:
         return
     seen: Seen = _seen.setdefault(next(iter(graph.wanted.values())), {})
     graphs = seen.setdefault(cause, [])
-    if len(graphs) == STEPS or any(one() is graph for one in graphs):
+    if len(graphs) == STEPS or any(reference() is graph for reference in graphs):
         return
     graphs.append(weakref.ref(graph))
     if len(graphs) == STEPS:

@@ -1,4 +1,4 @@
-"""Strategies for computing per-sample gradients, one parameter after the other.
+"""Strategies for computing per-sample gradients, one parameter after the other: the plan, and the passes that apply it.
 
     fused        one backward pass; all gradients are kept, as rows or factors, so that all quantities share the pass
     twice        gradients are dropped after use: one backward pass per quantity. Rows that are small compared with the
@@ -9,241 +9,144 @@
 
 Gradients are converted, and the first quantity is computed from them, while the backward pass is at their node, because
 their inputs are still in the CPU cache then.
+
+A plan is a claim about all graphs of a structure. What can change between two of them is verified for each graph: by
+`Planner`, before the pass, sample data below the cut and the ownership through nodes that were probed; by
+`BackwardStrategy`, during the pass, Python functions, hooks, and gradients that could not verify the ownership before
+because they were zero.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseconds
+from torch import Tensor, nn
 
 from samplewise.core.allocator import keep_freed_memory
-from samplewise.core.text import plural
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph.graph import Edge, Graph, raise_graph_error
-from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
+from samplewise.engine.graph.graph import Edge, Graph, is_accumulate_grad
+from samplewise.engine.graph.hook_registry import hook_places, leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.graph.saved import Versions
-from samplewise.engine.hook_checks import HookChecks, hook_checks
-from samplewise.engine.hook_refusal import refuse_hooks_below_cut
-from samplewise.engine.ownership.local_probe import FunctionChecks
-from samplewise.engine.ownership.verify import follows_weights
-from samplewise.engine.ownership.weighted_passes import NotLinearError, is_deterministic, nonlinear_operation
-from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
-from samplewise.engine.reference import LoopStrategy
-from samplewise.engine.slow_paths import warn_if_slow
+from samplewise.engine.hook_checks import hook_checks, refuse_hooks_below_cut
+from samplewise.engine.ownership.cut import find_cut, probed_cut
+from samplewise.engine.ownership.independence import (
+    Constants,
+    may_refuse,
+    refuse_batch_norm,
+    refuse_broadcast,
+    sample_data,
+)
+from samplewise.engine.ownership.local_probe import FunctionChecks, hold
+from samplewise.engine.ownership.owner_map import Regular
+from samplewise.engine.ownership.verify import follows_weights, verify_again
+from samplewise.engine.ownership.weighted_passes import (
+    NotLinearError,
+    Tolerance,
+    is_deterministic,
+    largest,
+    nonlinear_operation,
+)
+from samplewise.engine.plan import ExplainRow, GradBuilder, Plan, Quantity, make_plan
+from samplewise.engine.rules import RULES
+from samplewise.engine.slow_paths import place_of, warn_if_slow
 from samplewise.errors import GraphError
 from samplewise.parallel.sharded_parameters import unsharded
 
-Result = TypeVar("Result")
 
-ROWS_MODIFIED = (
-    "rows of per-sample gradients must not change before the last use of the gradients; found rows modified in place. "
-    "Write rows = rows * 2 instead of rows *= 2, or compute all quantities before the change."
-)
+class Planner:
+    """The plan of a graph, made or looked up when it is first needed.
 
+    `modules`: tensors of these modules do not count as sample data. `interacting`: see `gradients`.
+    """
 
-class QuantityEvaluator:
-    """Quantities of the per-sample gradients of one graph, computed with one strategy, in one thread at a time."""
+    def __init__(self, graph: Graph, modules: Iterable[nn.Module], interacting: str):
+        self.graph = graph
+        self.modules = modules
+        self.interacting = interacting
+        self._plan: Plan | None = None
 
-    def __init__(self, planner: Planner, strategy: str, create_graph: bool):
-        self.graph = planner.graph
-        self.strategy = strategy
-        self.create_graph = create_graph
-        self._planner = planner
-        self._strategies: dict[str, GradStrategy] = {}
-        self._exposed: dict[str, Versions] = {}  # of kept tensors whose views the caller has, by parameter
-        self._freed = ""  # error message of later questions, if the graph was freed
-        self._not_linear: NotLinearError | None = None  # the reason why rows come from one backward pass per sample
-        self._lock = threading.RLock()
+    def plan(self) -> Plan:
+        if self._plan is None and not self.find():
+            self._plan = self._analyze()
+        assert self._plan is not None
+        return self._plan
 
-    @property
-    def by_loop(self) -> bool:
-        """True if rows come from one backward pass per sample with any strategy. No plan is needed."""
-        return self.graph.samples == 1 or self.graph.sizes.nested
-
-    def during(self, run: Callable[[], object], compute: Callable[[], object]) -> None:
-        """Call compute(), and run() once: in place of the first backward pass of `compute`, or after it if it has none.
-        run() is an ordinary backward pass through this graph that does not free it.
+    def find(self, verify: bool = True) -> bool:
+        """Look up the plan; False if there is none for such graphs, or if it does not hold for this one. `verify`: if
+        False, also if this depends on values of this graph.
         """
-        with self.context():
-            source = self._of_strategy(self.strategy, lambda source: source)
-        if isinstance(source, BackwardStrategy):
-            source.ordinary = run
-        compute()
-        if not isinstance(source, BackwardStrategy) or source.ordinary is not None:
-            run()
+        losses = self.graph.losses
+        if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
+            leave_out_forward_hooks(self.modules)
+        plan: Plan | None = self.graph.sizes.plans.get(self.interacting)
+        if plan is None or (not verify and (plan.claims or plan.data_entries)):
+            return False
+        if list(map(RULES.get, plan.rules)) != list(plan.rules.values()):  # the caller may have added a rule
+            return False
+        if plan.data_entries and (self.interacting == "refuse" or is_traced(losses)):
+            # Integers that enter below the cut may be positions: no reason to look at this graph.
+            data = list(sample_data(self.graph, plan.data_entries, self._constants()))
+            if data and (may_refuse(data) or is_traced(losses)):
+                return False
+        if plan.claims and (is_traced(losses) or not hold(plan.claims, self.graph)):  # verified with values
+            return False
+        self._plan = plan
+        return True
 
-    def close(self, message: str) -> None:
-        """Drop all gradients that are kept; later questions raise GraphError with the message."""
-        self._freed = message
-        self._strategies.clear()
-        self._exposed.clear()
+    def plan_by_probe(self) -> Plan:
+        """Replace the plan by one that does not depend on derived ownership."""
+        self._plan = make_plan(self.graph, probed_cut(self.graph, self._constants(), self.interacting))
+        return self._plan
 
-    def check_open(self) -> None:
-        """Raise GraphError if the graph was freed."""
-        if self._freed:
-            raise GraphError(self._freed)
+    def verify_again(self) -> bool:
+        """Verify the ownership of the current plan with new passes; False if it does not hold."""
+        plan = self.plan()
+        owner_maps = {self.graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
+        pending = verify_again(self.graph, owner_maps, plan.derivation)
+        if pending is None:
+            self.graph.sizes.plans.pop(self.interacting, None)
+            return False
+        plan.pending = set(map(self.graph.key, pending))
+        return True
 
-    def context(self) -> AbstractContextManager[None]:
-        """Context of all computations: autocast off, grad mode on only with create_graph, one thread at a time."""
-        return _Computing(self.graph, self._lock, self.create_graph)
+    def _analyze(self) -> Plan:
+        if self.interacting == "refuse":
+            refuse_batch_norm(self.graph, self.modules)
+            refuse_broadcast(self.graph)
+        cut = find_cut(self.graph, self._constants(), self.interacting)
+        plan = make_plan(self.graph, cut)
+        if cut.cause is not None:
+            place = "" if cut.cause.node is None else place_of(self.graph, cut.cause.node, self.modules)
+            plan.cause = cut.cause.text + place
+        sizes = self.graph.sizes
+        # Routing by data has new shapes in each step: owners of rows are kept only for shapes that are met again.
+        small = sizes.analyzed or all(isinstance(owner_map, Regular) for owner_map in plan.owner_maps.values())
+        if cut.proven and not cut.by_data and small:
+            sizes.plans[self.interacting] = plan
+        sizes.analyzed = True
+        return plan
 
-    def analyze(self) -> None:
-        """Make or look up the plan, so that its errors are raised here."""
-        if self.by_loop:
-            return
-        with self.context():
-            if self.strategy != "reference":
-                self._of_strategy(self.strategy, lambda source: source)
-            else:
-                with suppress(NotLinearError):
-                    self._planner.plan()
+    def _constants(self) -> Constants:
+        return Constants(self._model_tensors())
 
-    def require_linear(self) -> None:
-        """Raise NotLinearError unless a backward pass with weights gives the weighted sum of the gradients."""
-        if self.by_loop:
-            return
-        with self.context():
-            if not self._strategies and (self._planner.plan().has_functions or may_have_hooks(self.graph)):
-                self.evaluate(lambda grad, _: None)
-            if self._not_linear is not None:
-                raise self._not_linear
-
-    def find_plan(self) -> bool:
-        """Look up the plan; False if the graph must be analyzed."""
-        if self.by_loop or self._planner.find(verify=False):  # without the context, which takes microseconds
-            return True
-        with self.context():
-            return self._planner.find()
-
-    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        """Return quantity(grad, name) for each parameter in the graph, by name. Must be called inside `context`."""
-        self._check_exposed()
-        return self._of_strategy(self.strategy, lambda source: source.evaluate(quantity))
-
-    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        """Pairs (name, quantity(grad, name)) in the order of the backward pass; kept gradients are dropped one by one.
-        Must be used up inside `context`.
-        """
-        self._check_exposed()
-        self._exposed.clear()
-        return self._of_strategy(self.strategy, lambda source: source.release(quantity))
-
-    def grads(self) -> dict[str, PerSampleGrad]:
-        """All representations at once, by name. Rows and pairs of samples need them kept."""
-        strategy = "fused" if self.strategy == "twice" else self.strategy
-        with self.context():
-            self._check_exposed()
-            return self._of_strategy(strategy, lambda source: source.evaluate(lambda grad, _: grad))
-
-    def take_rows(self) -> dict[str, DenseGrad]:
-        """Rows of some parameters that the last pass of strategy "twice" has kept, by name. They are released."""
-        source = self._strategies.get("twice")
-        if not isinstance(source, BackwardStrategy):
-            return {}
-        rows = source.rows
-        source.rows = {}
-        return rows
-
-    def factors(self) -> dict[str, PerSampleGrad]:
-        """All representations by name, from a backward pass of their own: factors wherever an operation has them."""
-        with self.context():
-            self._check_exposed()
-            return self._of_strategy("factors", lambda source: source.evaluate(lambda grad, _: grad))
-
-    def expose(self, name: str, grad: PerSampleGrad) -> None:
-        """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
-        if name not in self._exposed:
-            self._exposed[name] = Versions()
-            self._exposed[name].record(grad.row_tensors)
-
-    def _check_exposed(self) -> None:
-        for versions in self._exposed.values():
-            versions.check(ROWS_MODIFIED)
-
-    def explain(self) -> list[ExplainRow]:
-        with self.context():
-            return self._of_strategy(self.strategy, lambda source: source.explain())
-
-    def _of_strategy(self, strategy: str, compute: Callable[[GradStrategy], Result]) -> Result:
-        """Return compute(the strategy); that of one backward pass per sample if backward passes are not linear."""
-        self.check_open()
-        try:
-            if strategy not in self._strategies:
-                self._strategies[strategy] = self._new(strategy)
-            return compute(self._strategies[strategy])
-        except NotLinearError as error:
-            # The loop includes hooks on parameters; the sum of "twice" is one pass with weights, which is not linear.
-            # In a sharded model, each pass of the loop would gather all parameters.
-            has_hooks = any(p._backward_hooks for p in self.graph.wanted.values())
-            if has_hooks or strategy == "twice" or self.graph.sharded:
-                raise
-            loop = LoopStrategy(self.graph, self.create_graph)
-            if not loop.adds_up():
-                raise
-            self._not_linear = error
-            self._strategies[strategy] = loop
-            warn_if_slow(
-                self.graph,
-                f"the backward of {error.operation} is not linear, so that rows come from one backward pass per sample",
-                f"{plural(self.graph.samples, 'backward pass', 'backward passes')} in each step",
-                "Remove the Function or hook that rounds, clips or thresholds gradients, if it is not needed.",
-            )
-            return compute(loop)
-
-    def _new(self, strategy: str) -> GradStrategy:
-        # The loop would hold the gradients of all modules at a time.
-        if self.graph.sharded and strategy == "twice" and self.graph.samples == 1:
-            return SingleSampleStrategy(self.graph)
-        if strategy == "reference" or self.by_loop:
-            return LoopStrategy(self.graph, self.create_graph)
-        source = BackwardStrategy(
-            self._planner, self.create_graph, keep=strategy == "fused", factors=strategy == "factors"
-        )
-        return RowsStrategy(source) if strategy == "full" else source
-
-
-class _Computing:
-    """Context manager of `QuantityEvaluator.context`. Not a generator: these take several microseconds."""
-
-    __slots__ = ("_autocast", "_grad_enabled", "_grad_was_enabled", "_graph", "_lock")
-
-    def __init__(self, graph: Graph, lock: AbstractContextManager[bool], grad_enabled: bool):
-        self._graph = graph
-        self._lock = lock
-        self._grad_enabled = grad_enabled
-        self._grad_was_enabled = True
-        self._autocast: torch.autocast | None = None
-
-    def __enter__(self) -> None:
-        graph = self._graph
-        self._lock.__enter__()
-        self._grad_was_enabled = torch.is_grad_enabled()
-        _set_grad_enabled(self._grad_enabled)
-        device = graph.losses.device.type
-        if torch.is_autocast_enabled(device):
-            self._autocast = torch.autocast(device, enabled=False)
-            self._autocast.__enter__()
-        if graph.losses._version != graph.losses_version:
-            self.__exit__(None, None, None)
-            graph.check_losses_unchanged()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._autocast is not None:
-            self._autocast.__exit__(None, None, None)
-        _set_grad_enabled(self._grad_was_enabled)
-        self._lock.__exit__(None, None, None)
-        if isinstance(error, RuntimeError):
-            raise_graph_error(error)
+    def _model_tensors(self) -> Iterator[Tensor]:
+        """Parameters and buffers of the model, some of them twice."""
+        yield from self.graph.wanted.values()
+        for node in self.graph.nodes:
+            if is_accumulate_grad(node) and isinstance(node.variable, nn.Parameter):
+                yield node.variable
+        for module in self.modules:
+            for part in module.modules():  # a tenth of the time of module.parameters()
+                for tensor in (*part._parameters.values(), *part._buffers.values()):
+                    if tensor is not None:
+                        yield tensor
 
 
 class GradStrategy(Protocol):
@@ -275,14 +178,14 @@ class BackwardStrategy:
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         if not self.grads:
-            return self._first(quantity, self.keep)
+            return self._evaluate_in_pass(quantity, self.keep)
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
         return {name: compute(grad, name) for name, grad in self.grads.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         if not self.grads:
-            return iter(self._first(quantity, keep=False).items())
+            return iter(self._evaluate_in_pass(quantity, keep=False).items())
         self.versions.check()
         compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
         return ((name, compute(self.grads.pop(name), name)) for name in list(self.grads))
@@ -292,7 +195,7 @@ class BackwardStrategy:
         with unsharded([self.planner.graph.wanted[name]]):
             return quantity(grad, name)
 
-    def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
+    def _evaluate_in_pass(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
         keep_freed_memory()
         builder = self._pass(quantity, keep)
@@ -300,10 +203,6 @@ class BackwardStrategy:
             self.plan = self.planner.plan_by_probe()
             builder = self._pass(quantity, keep)
             assert builder is not None  # a probed plan has no proof that a pass could refute
-        if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
-            raise NotLinearError(builder.not_linear)
-        if may_have_hooks(self.planner.graph):
-            refuse_hooks_below_cut(self.plan, self.planner.graph)
         builder.finish()
         if not self.plan.proven:
             warn_if_slow(
@@ -327,28 +226,31 @@ class BackwardStrategy:
         graph = self.planner.graph
         run = self.ordinary
 
-        # Where hooks may change gradients unseen, the ownership is verified by one more pass, with weights.
-        hooks = hook_checks(graph, plan, ordinary=run is not None) if watches else None
-        weighs = hooks is None or plan.recomputed
-        if not (plan.proven and is_deterministic(graph)):  # Python functions are not watched
-            weighs = weighs or bool(graph.structure.functions)
-        if hooks is None or weighs:
-            hooks = HookChecks(graph)
+        # Where hooks or Python functions may change gradients unseen, the ownership is verified by one more pass, with
+        # weights. Most graphs have neither: there is nothing to watch.
+        hooked = may_have_hooks(graph)
+        hooks = hook_checks(graph, plan, ordinary=run is not None) if hooked and watches else None
+        weighs = plan.recomputed or not watches or (hooked and hooks is None)
+        if graph.structure.functions and not (plan.proven and is_deterministic(graph)):
+            weighs = True
+        if weighs:
+            hooks = None
+        functions = FunctionChecks(graph, plan.functions) if plan.functions and not weighs else None
 
         # A probe has computed these gradients already; a Function or hook may have changed them in place since.
-        in_place = bool(graph.structure.functions) or (weighs and may_have_hooks(graph))
+        in_place = bool(graph.structure.functions) or (weighs and hooked)
         builder = self.make_builder(plan, graph, quantity, self.create_graph, keep, self.factors, in_place)
-        probed = dict(plan.gradients)
-        plan.gradients.clear()
-        unusable = not probed or self.create_graph or graph.sharded or in_place or may_have_hooks(graph)
-        if not unusable and len(probed) == len(plan.owner_maps):
-            for at, slots in plan.stops.slots.items():
-                builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
-            return builder
+        if plan.gradients:
+            probed = dict(plan.gradients)
+            plan.gradients.clear()
+            unusable = self.create_graph or graph.sharded or in_place or hooked
+            if not unusable and len(probed) == len(plan.owner_maps):
+                for at, slots in plan.stops.slots.items():
+                    builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
+                return builder
 
         # The pass: gradients are converted as they arrive, and what its plan claims is recorded.
         nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
-        functions = FunctionChecks(graph, () if weighs else plan.functions)
         sums: dict[Edge, Tensor] = {}  # of the absolute values of each sample in this pass
 
         def record_and_add(at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
@@ -356,19 +258,23 @@ class BackwardStrategy:
             if weighs:
                 for slot, g in gradients.items():
                     sums[graph.edge((at, slot))] = plan.owner_maps[at, slot].sizes(g.detach())
-            hooks.reach(at, gradients)
+            if hooks is not None:
+                hooks.reach(at, gradients)
             return builder.add(at, gradients)
 
-        receive = record_and_add if pending or weighs or hooks.slots else builder.add
+        receive = record_and_add if pending or weighs or hooks is not None else builder.add
         self.ordinary = None
-        with functions.watch(), hooks.watch(plan.stops):
+        with (
+            nullcontext() if functions is None else functions.watch(),
+            nullcontext() if hooks is None else hooks.watch(plan.stops),
+        ):
             if run is None:
                 backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks)
             elif not watch_backward(graph, plan.stops, receive, run):
                 return self._pass(quantity, keep)
 
         # The verdict: hooks where they are, ownership by weights, Python functions, gradients that were zero so far.
-        if not hooks.hold(plan.owners, again=not self.keep):
+        if hooks is not None and not hooks.hold(plan.owners, includes_unchanged=not self.keep):
             return self._pass(quantity, keep, watches=False)
         if weighs:
             owner_maps = {graph.edge(key): owner_map for key, owner_map in plan.owner_maps.items()}
@@ -381,10 +287,17 @@ class BackwardStrategy:
             if places is not None:
                 plan.by_passes.update(() if watches else places.keys)
                 graph.sizes.hooked = places.edges.intersection(plan.owners).difference(plan.by_passes)
-        if not functions.hold:
+        if functions is not None and not functions.hold:
             return None
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all
-        return None if verifiable and not self.planner.verify_again() else builder
+        if verifiable and not self.planner.verify_again():
+            return None
+        if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
+            raise NotLinearError(builder.not_linear)
+        # Code of the caller that has run in the pass may have registered hooks, too.
+        if (hooked or graph.structure.functions or run is not None) and may_have_hooks(graph):
+            refuse_hooks_below_cut(plan, graph)
+        return builder
 
     def explain(self) -> list[ExplainRow]:
         return list(self.evaluate(lambda grad, name: self.plan.explain(name, grad)).values())
@@ -441,4 +354,60 @@ class SingleSampleStrategy:
         return [
             ExplainRow(name, tuple(self.graph.wanted[name].shape), "", "one backward pass", "dense")
             for name in self.graph.leaves.values()
+        ]
+
+
+# --- one backward pass per sample ------------------------------------------------------------------------------------
+
+
+def jacobian_rows(losses: Tensor, parameters: Mapping[str, Tensor], create_graph: bool = False) -> dict[str, Tensor]:
+    """Jacobian of the losses, name -> (b, *shape): row i is the gradient of losses[i]."""
+    unit = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    rows = [gradient_of(losses, parameters, weights, create_graph) for weights in unit]
+    return {name: torch.stack([row[name] for row in rows]) for name in parameters}
+
+
+def gradient_of(
+    losses: Tensor, parameters: Mapping[str, Tensor], weights: Tensor, create_graph: bool = False
+) -> dict[str, Tensor]:
+    """Dense gradient of the weighted sum of the losses (b,), name -> shape; zeros for parameters without gradient."""
+    gradients = torch.autograd.grad(
+        losses, list(parameters.values()), weights, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    of_all = {}
+    for (name, p), g in zip(parameters.items(), gradients, strict=True):
+        dense = torch.zeros_like(p) if g is None else g
+        of_all[name] = dense if dense.layout is torch.strided else dense.to_dense()
+    return of_all
+
+
+class LoopStrategy:
+    """Strategy "reference": rows from one backward pass per sample."""
+
+    def __init__(self, graph: Graph, create_graph: bool):
+        self.graph = graph
+        reached = {name: graph.wanted[name] for name in graph.leaves.values()}
+        self.rows = jacobian_rows(graph.losses, reached, create_graph)
+
+    def adds_up(self) -> bool:
+        """True if the rows add up to the gradient of the summed losses."""
+        sums: dict[str, Tensor] = {}
+        backward_to_leaves(self.graph, self.rows, torch.ones_like(self.graph.losses), sums.__setitem__)
+        limit = Tolerance(self.graph).of(largest(rows.detach() for rows in self.rows.values()))
+        return all(
+            bool(((rows.detach().sum(0) - sums[name]).abs() <= limit).all())
+            for name, rows in self.rows.items()
+            if name in sums
+        )
+
+    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
+        return {name: quantity(DenseGrad(rows), name) for name, rows in self.rows.items()}
+
+    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        yield from self.evaluate(quantity).items()
+
+    def explain(self) -> list[ExplainRow]:
+        return [
+            ExplainRow(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense")
+            for name, rows in self.rows.items()
         ]

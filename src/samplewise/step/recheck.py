@@ -37,7 +37,7 @@ from samplewise.core.state import eval_mode
 from samplewise.core.text import listed
 from samplewise.engine.graph.graph import edge_of, is_accumulate_grad
 from samplewise.engine.graph.structure import children_below
-from samplewise.engine.reference import gradient_of
+from samplewise.engine.strategies import gradient_of
 from samplewise.errors import LossesError, NonFiniteGradientError, SamplesInteractError
 from samplewise.step.forward import AUTOCAST_DTYPES, LossEvaluator
 

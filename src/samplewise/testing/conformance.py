@@ -18,8 +18,8 @@ from samplewise.core.batches import cut, leaves, length
 from samplewise.engine.arguments import wanted_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.grads.kernels import total
-from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.rules import RULES, Rule, Use
+from samplewise.engine.strategies import jacobian_rows
 from samplewise.errors import TransformError
 from samplewise.transforms.chain import Chain, as_transform
 from samplewise.transforms.stats import PerSample, SampleStats

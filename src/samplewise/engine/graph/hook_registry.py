@@ -93,7 +93,8 @@ def hook_places(graph: Graph) -> HookPlaces | None:
     next_id = RemovableHandle.next_id
     if graph.hooks is None or graph.hooks.next_id != next_id:  # hooks were registered since the last call
         count = foreign_hooks()
-        if not _may_be_older(graph, count):
+        _note(count)
+        if count <= 0 or graph.first_sequence_number >= _last_seen.sequence:  # newer than the last foreign hook
             graph.hooks = HookScan(next_id, count, NO_HOOKS)
         elif graph.hooks is not None and graph.hooks.foreign == count:  # by the engine
             graph.hooks = graph.hooks._replace(next_id=next_id)
@@ -169,12 +170,12 @@ def node_hooks(graph: Graph, nodes: Iterable[int]) -> tuple[dict[int, Hooks], di
 
 def _other_hooks(nodes: Sequence[int], handles: Sequence[RemovableHandle]) -> dict[int, Hooks]:
     """Hooks that are registered next to these, where there are any."""
-    others: dict[int, Hooks] = {}
+    foreign: dict[int, Hooks] = {}
     for at, handle in zip(nodes, handles, strict=True):
         hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref() or {}
         if len(hooks) > 1:
-            others[at] = [hook for number, hook in hooks.items() if number != handle.id]
-    return others
+            foreign[at] = [hook for number, hook in hooks.items() if number != handle.id]
+    return foreign
 
 
 def have_hooks(graph: Graph, nodes: Collection[int]) -> bool:
@@ -199,26 +200,17 @@ def note_hooks(modules: Iterable[nn.Module]) -> None:
     _last_seen.next_id = next_id
 
 
-def _may_be_older(graph: Graph, count: int) -> bool:
-    """True if the graph may be older than the last of `count` foreign hooks."""
-    _note(count)
-    return count > 0 and graph.first_sequence_number < _last_seen.sequence
-
-
 def _note(count: int) -> None:
+    """Note the sequence number of a node that is made now, if the number of foreign hooks has changed."""
     if getattr(_last_seen, "count", 0) != count:
-        _last_seen.sequence = _next_sequence_number()
+        with torch.inference_mode(False), torch.enable_grad():
+            node: Node = torch.zeros((), requires_grad=True).view(()).grad_fn
+        _last_seen.sequence = node._sequence_nr()
         _last_seen.count = count
 
 
 # Number of foreign hooks, the sequence number of a node made at its last change, and the number of the next hook.
 _last_seen = threading.local()
-
-
-def _next_sequence_number() -> int:
-    with torch.inference_mode(False), torch.enable_grad():
-        node: Node = torch.zeros((), requires_grad=True).view(()).grad_fn
-    return node._sequence_nr()
 
 
 def leave_out_forward_hooks(modules: Iterable[nn.Module]) -> None:

@@ -47,10 +47,10 @@ def block_of(node: Node) -> Any:
         return node
     for name in saved_tensor_names(node):
         raw = getattr(node, "_raw_saved_" + name)
-        for one in raw if isinstance(raw, (tuple, list)) else (raw,):
-            packed = _packed_value(one)
+        for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+            packed = _packed_value(saved)
             if packed is not None:  # in a block all saved tensors are placeholders, outside none are
-                return one.unpack_hook if isinstance(packed, _Holder) else None
+                return saved.unpack_hook if isinstance(packed, _Holder) else None
     return None
 
 
@@ -110,11 +110,7 @@ class SavedTensorReader:
             if block is not None:
                 self._block_of[node] = block
                 self._nodes.setdefault(block, []).append(node)
-
-    @property
-    def recomputes(self) -> bool:
-        """True if some of the nodes are in checkpointed blocks."""
-        return bool(self._block_of)
+        self.recomputes = bool(self._block_of)  # some of the nodes are in checkpointed blocks
 
     def take(self, node: Node) -> Saved:
         """Return the saved tensors of a node by name. In a checkpointed block they are then released."""
@@ -141,7 +137,12 @@ class SavedTensorReader:
         def read_block() -> None:
             for node in self._nodes[block]:
                 self._recomputed[node] = self._read(node)
-            _release_unread(block)
+            # Release the tensors that were not read: the block would keep each until it is read once.
+            inner_task = torch._C._current_graph_task_id()
+            for reference in getattr(_frame_of(block), "weak_holders", ()):
+                holder = reference()
+                if holder is not None:
+                    holder.handles.pop(inner_task, None)
 
         run_in_backward(read_block)
 
@@ -150,11 +151,14 @@ class SavedTensorReader:
         has already consumed one of them, or if they cannot be put back.
         """
         frame = _frame_of(block)
-        placeholders = {node: self._placeholders(node) for node in self._nodes[block]}
-        holders = [one for of_node in placeholders.values() for one in of_node]
-        if frame is None or not all(isinstance(one, _Holder) for one in holders):
+        placeholders: dict[Node, list[Any]] = {}  # that the checkpoint keeps for the tensors to read
+        for node in self._nodes[block]:
+            raw = _flat(getattr(node, "_raw_saved_" + name) for name in self._names[node])
+            placeholders[node] = [_packed_value(saved) for saved in raw]
+        holders = [holder for of_node in placeholders.values() for holder in of_node]
+        if frame is None or not all(isinstance(holder, _Holder) for holder in holders):  # None: a tensor kept itself
             return False
-        if any(one.handles.get(task, frame) is None for one in holders):
+        if any(holder.handles.get(task, frame) is None for holder in holders):
             return False
         for node, holders in placeholders.items():
             with torch.enable_grad():
@@ -163,10 +167,6 @@ class SavedTensorReader:
                 holder.handles[task] = _Handle()
                 frame.recomputed[task][holder.handles[task]] = tensor.detach()
         return True
-
-    def _placeholders(self, node: Node) -> list[Any]:
-        """Placeholders that a checkpoint keeps for the tensors to read; None for tensors that are kept themselves."""
-        return [_packed_value(raw) for raw in _flat(getattr(node, "_raw_saved_" + name) for name in self._names[node])]
 
 
 def free_saved(nodes: Iterable[Node], message: str) -> None:
@@ -213,7 +213,7 @@ def hooked_nodes(names: Mapping[Node, tuple[str, ...]]) -> list[Node]:
         for name in of_node or saved_tensor_names(node):
             raw = getattr(node, "_raw_saved_" + name)
             if isinstance(raw, (tuple, list)):
-                packed = any(one.unpack_hook is not None for one in raw)
+                packed = any(saved.unpack_hook is not None for saved in raw)
             else:
                 packed = raw.unpack_hook is not None
             if packed:
@@ -223,23 +223,13 @@ def hooked_nodes(names: Mapping[Node, tuple[str, ...]]) -> list[Node]:
 
 
 def _flat(values: Iterable[Any]) -> list[Any]:
-    return [one for value in values for one in (value if isinstance(value, (tuple, list)) else (value,))]
+    return [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
 
 
 def _frame_of(block: Any) -> Any:
     """Torch's _CheckpointFrame of a block; None if it cannot be found."""
     cells = getattr(block, "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "recomputed")), None)
-
-
-def _release_unread(block: Any) -> None:
-    """Release recomputed tensors of a block that were not read: the block would keep each until it is read once."""
-    frame = _frame_of(block)
-    task = torch._C._current_graph_task_id()
-    for reference in getattr(frame, "weak_holders", ()):
-        holder = reference()
-        if holder is not None:
-            holder.handles.pop(task, None)
 
 
 class _InBackward(torch.autograd.Function):

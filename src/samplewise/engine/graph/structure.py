@@ -232,7 +232,7 @@ class _Flat:
     def sizes_of(self, nodes: list[Node], outputs: list[Any]) -> tuple[tuple[Any, ...], ...]:
         """Shapes and dtypes of all outputs, and saved sizes."""
         return (
-            tuple([NESTED if one.is_nested_tensor else tuple(one.shape) for one in outputs]),
+            tuple([NESTED if output.is_nested_tensor else tuple(output.shape) for output in outputs]),
             tuple(map(_dtype, outputs)),
             tuple([_comparable(getattr(nodes[at], name)) for at, name in self.sizes]) if self.sizes else (),
         )
@@ -265,8 +265,8 @@ def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tupl
             _structures[slot, structure.records] = structure
         sizes = structure.sizes[key] = Sizes(structure.flat.edges, *key[:2])
     if not recent or recent[0] is not structure:
-        others = [other for other in recent if other is not structure]
-        _recent[kind, slot] = (structure, *others[: MOST_TRIED - 1])
+        older = [candidate for candidate in recent if candidate is not structure]
+        _recent[kind, slot] = (structure, *older[: MOST_TRIED - 1])
     return structure, sizes, nodes
 
 
@@ -331,14 +331,14 @@ def children_below(root: Node) -> dict[Node, Children]:
     `next_functions` is read once, because each read creates a new tuple.
     """
     finished: dict[Node, Children] = {}
-    seen = {root}
+    visited = {root}
     first = root.next_functions
     stack = [(root, first, iter(first))]
     while stack:
         node, children, remaining = stack[-1]
         for child, _ in remaining:
-            if child is not None and child not in seen:
-                seen.add(child)
+            if child is not None and child not in visited:
+                visited.add(child)
                 below = child.next_functions
                 stack.append((child, below, iter(below)))
                 break

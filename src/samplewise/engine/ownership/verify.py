@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, gradients_at
-from samplewise.engine.backward_segments import Stops, stops_at
+from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, numel
 from samplewise.engine.graph.hook_registry import hook_places, may_have_hooks
 from samplewise.engine.ownership.owner_map import OwnerMap
