@@ -11,7 +11,7 @@ from daily import daily
 PROGRAM = """
 import resource
 import torch
-from samplewise.core.allocator import keep_freed_memory
+from samplewise.core.memory import keep_freed_memory
 print(keep_freed_memory())
 
 def faults():

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from samplewise.core.progress import with_progress
+from samplewise.core.text import with_progress
 from samplewise.engine.ownership.independence import storage_of
 from samplewise.parallel.group import current_group, on_every_rank
 

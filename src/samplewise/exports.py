@@ -10,9 +10,9 @@ from samplewise.attribution.trak import trak as trak
 from samplewise.backward import BackwardResult as BackwardResult
 from samplewise.backward import backward as backward
 from samplewise.check import check as check
-from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
-from samplewise.core.constants import batch_constants as batch_constants
-from samplewise.core.memory import auto as auto
+from samplewise.core.losses import batch_constants as batch_constants
+from samplewise.core.microbatch import auto as auto
+from samplewise.core.modes import freeze_batchnorm as freeze_batchnorm
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale

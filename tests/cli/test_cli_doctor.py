@@ -7,7 +7,7 @@ from daily import daily
 from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
-from samplewise.core import progress
+from samplewise.core import text as progress
 from samplewise.diagnostics import profile
 from samplewise.step.compiled import CannotCompile, program_cache
 

@@ -221,7 +221,7 @@ def test_a_dead_process_elsewhere(tmp_path, hasty, changes, seconds):
 def test_waiting_for_a_sign_of_life_is_announced(tmp_path, hasty, monkeypatch, capfd):
     shows_life = DirectoryLock._shows_life
     monkeypatch.setattr(DirectoryLock, "_shows_life", lambda *given: wait_for_notices() or shows_life(*given))
-    monkeypatch.setattr("samplewise.core.progress.PATIENCE", 0.0)
+    monkeypatch.setattr("samplewise.core.text.PATIENCE", 0.0)
     monkeypatch.setattr(directory_lock, "LEASE", 1.0)
     locked_by(tmp_path, host="other", machine="other")
     assert trains(tmp_path)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.core import progress
+from samplewise.core import text as progress
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.checkpoint.io import read
 from samplewise.loop.metrics import accuracy

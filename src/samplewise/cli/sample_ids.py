@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from samplewise.core.criteria import as_criterion
+from samplewise.core.losses import as_criterion
 from samplewise.core.state import RandomState
 from samplewise.errors import BatchError
 from samplewise.ledger.previews import indexed_items

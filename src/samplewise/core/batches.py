@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from samplewise.core.host_copy import copy_to_device
-from samplewise.core.tensor_storage import is_plain
+from samplewise.core.memory import copy_to_device, is_plain
 from samplewise.core.text import plural
 from samplewise.errors import BatchError
 

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from samplewise.core.progress import notify_if_slow
+from samplewise.core.text import notify_if_slow
 from samplewise.errors import SamplewiseError
 
 HEARTBEAT = 10.0  # seconds between two updates of the modification time

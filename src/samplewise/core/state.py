@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.devices import device_generators, seed_devices
+from samplewise.core.memory import device_generators, seed_devices
 
 
 class RandomState:

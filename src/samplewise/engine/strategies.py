@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseconds
 
-from samplewise.core.allocator import keep_freed_memory
+from samplewise.core.memory import keep_freed_memory
 from samplewise.core.text import plural
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.deferred_checks import is_traced

@@ -13,7 +13,7 @@ import torch
 
 from samplewise.backward import BackwardResult
 from samplewise.core.files import absolute
-from samplewise.core.predictions import PREDICTION_COLUMNS
+from samplewise.core.losses import PREDICTION_COLUMNS
 from samplewise.core.state import RandomState
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.files import tensor_bytes
-from samplewise.core.host_copy import HostCopy
+from samplewise.core.memory import HostCopy
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import load_pyarrow

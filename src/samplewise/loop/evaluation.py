@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import check_loader, concat, to_device
-from samplewise.core.criteria import Criterion
-from samplewise.core.losses import per_sample
+from samplewise.core.losses import Criterion, per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.state import eval_mode, fork_rng
 from samplewise.errors import BatchError, LossesError

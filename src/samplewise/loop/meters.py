@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from samplewise.core.devices import device_function
 from samplewise.core.means import Number, WeightedMean
+from samplewise.core.memory import device_function
 from samplewise.step.update import Update
 
 MOST_RECENT = 64  # updates that are added to the sums at once

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from samplewise.core.devices import device_name
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import RUN_FILE, RUN_VERSION, other_version, read_json, write_json
+from samplewise.core.memory import device_name
 from samplewise.core.package import UNKNOWN, installed_version
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import io

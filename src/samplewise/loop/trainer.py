@@ -14,13 +14,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import to_device
-from samplewise.core.constants import constants_of
-from samplewise.core.criteria import Criterion
 from samplewise.core.files import absolute
+from samplewise.core.losses import Criterion, constants_of
 from samplewise.core.state import reseed
 from samplewise.core.text import plural
+from samplewise.core.validate import CheckedAttributes
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint
 from samplewise.loop.checkpoint.frozen_params import FrozenParams, with_frozen

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from samplewise.core.devices import accelerator
+from samplewise.core.memory import accelerator
 from samplewise.errors import DistributedError
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets

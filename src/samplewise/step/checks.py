@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import length
-from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.closure_state import state_restored
+from samplewise.core.modes import mixing_batch_norms
 from samplewise.core.modes import warn as warn
 from samplewise.core.text import listed
 from samplewise.errors import ParameterError, TransformError

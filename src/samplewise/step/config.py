@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from samplewise.core.memory import Auto, as_microbatch
+from samplewise.core.microbatch import Auto, as_microbatch
 from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.strategy import Parallel
 from samplewise.step.amp import AUTOCAST_DTYPES, Precision

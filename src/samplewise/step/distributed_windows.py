@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.devices import DeviceGenerator
-from samplewise.core.memory import Auto
+from samplewise.core.memory import DeviceGenerator
+from samplewise.core.microbatch import Auto
 from samplewise.core.state import RandomState
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.parallel import collectives

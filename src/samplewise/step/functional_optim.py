@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.signatures import accepts
+from samplewise.core.validate import accepts
 
 Rule = Callable[[list[Tensor], list[Tensor]], None]
 

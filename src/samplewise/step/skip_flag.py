@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.host_copy import HostCopy
+from samplewise.core.memory import HostCopy
 from samplewise.engine.deferred_checks import DeferredChecks, all_finite_flag, largest_values
 from samplewise.errors import SamplewiseError
 from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients

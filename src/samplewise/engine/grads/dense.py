@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from samplewise.core.tensor_storage import stored_values
+from samplewise.core.memory import stored_values
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import RowwiseGrad
 from samplewise.engine.grads.by_rows import flat_squared_norms, weighted_sum

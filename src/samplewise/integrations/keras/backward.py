@@ -10,7 +10,7 @@ from keras import tree
 from keras.src import backend
 from torch import Tensor
 
-from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
+from samplewise.core.losses import PREDICTION_COLUMNS, prediction_columns
 from samplewise.errors import LossesError, SamplesInteractError
 from samplewise.integrations.adapter import Adapter, BatchLoss
 from samplewise.integrations.keras.gradients import named_variables

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
+from samplewise.core.losses import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
 from samplewise.engine.outputs import checked_outputs
 from samplewise.errors import LossesError
 from samplewise.integrations.adapter import BatchLoss
