@@ -47,7 +47,7 @@ from samplewise.loop import callbacks as callbacks
 from samplewise.loop import loggers as loggers
 from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import already_sharded as already_sharded
-from samplewise.loop.fit_result import FitResult as FitResult
+from samplewise.loop.stopping import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy

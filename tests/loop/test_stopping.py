@@ -10,8 +10,7 @@ from small import X, Y, loss_fn, make, parameters
 import samplewise as sw
 from samplewise.errors import LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
-from samplewise.loop.durations import Duration
-from samplewise.loop.stopping import SingleProcessStop, stop_controller
+from samplewise.loop.stopping import Duration, SingleProcessStop, stop_controller
 
 
 def controller(deferred=False):

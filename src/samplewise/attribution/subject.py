@@ -22,8 +22,7 @@ from samplewise.core.state import eval_mode
 from samplewise.core.text import plural, progress
 from samplewise.errors import BatchError, CheckpointError, NonFiniteGradientError
 from samplewise.ledger.previews import preview
-from samplewise.loop.evaluation import check_one_per_sample
-from samplewise.loop.metrics import OutputRecorder, Target
+from samplewise.loop.evaluation import OutputRecorder, Target, check_one_per_sample
 
 QUERY_NUMBERS = 2**28  # of gradients of a batch of queries, which EK-FAC holds as rows
 RULES = ("wrong", "worst")

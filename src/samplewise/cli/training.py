@@ -18,7 +18,7 @@ from samplewise.core.files import absolute
 from samplewise.core.state import seed_everything
 from samplewise.core.text import plural
 from samplewise.ledger.ledger import Ledger
-from samplewise.loop.fit_result import FitResult
+from samplewise.loop.stopping import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import launch
 from samplewise.parallel.group import current_group

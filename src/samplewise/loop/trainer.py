@@ -22,8 +22,7 @@ from samplewise.core.text import plural
 from samplewise.core.validate import CheckedAttributes
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint
-from samplewise.loop.checkpoint.frozen_params import FrozenParams, with_frozen
-from samplewise.loop.checkpoint.resume_settings import RunSettings
+from samplewise.loop.checkpoint.resume_settings import FrozenParams, RunSettings, with_frozen
 from samplewise.loop.checkpoint.state import (
     check_compatible,
     check_parts,
@@ -38,15 +37,11 @@ from samplewise.loop.checkpoint.state import (
 )
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
-from samplewise.loop.durations import Duration, end_of_training, interval
-from samplewise.loop.evaluation import Evaluator
+from samplewise.loop.evaluation import Evaluator, MetricFunction, StatefulMetric
 from samplewise.loop.events import Listeners
-from samplewise.loop.fit_result import FitResult
-from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
-from samplewise.loop.metrics import MetricFunction, StatefulMetric
-from samplewise.loop.progress import Progress
+from samplewise.loop.meters import LossMeter, PhaseTimer, Progress, loading_notice, peak_memory
 from samplewise.loop.run_dir import RunDirectory, run_metadata
-from samplewise.loop.stopping import StopRequest, stop_controller
+from samplewise.loop.stopping import Duration, FitResult, StopRequest, end_of_training, interval, stop_controller
 from samplewise.parallel import launch
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.group import current_group, errors_on_all_ranks, on_every_rank

@@ -39,8 +39,18 @@ from torch import Tensor
 
 from samplewise.core.files import other_version, require_safetensors, sha256, sync_file, tensor_bytes
 from samplewise.errors import CheckpointError
-from samplewise.loop.checkpoint.encoding import RESERVED_NAME, Malformed, check_sizes, from_json, to_json
-from samplewise.loop.checkpoint.schema import COUNT, DICT, TEXT, Schema, check
+from samplewise.loop.checkpoint.encoding import (
+    COUNT,
+    DICT,
+    RESERVED_NAME,
+    TEXT,
+    Malformed,
+    Schema,
+    check,
+    check_sizes,
+    from_json,
+    to_json,
+)
 
 FORMAT = "samplewise checkpoint"
 # 1: one file, or a directory with torch's pickle. 2: a directory of files of version 1. 3: without model.safetensors,

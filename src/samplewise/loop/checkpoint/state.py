@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 from samplewise.core.state import RandomState, reseed
 from samplewise.errors import CheckpointError, SamplewiseError
-from samplewise.loop.checkpoint.encoding import Malformed
-from samplewise.loop.checkpoint.frozen_params import check_frozen
-from samplewise.loop.checkpoint.schema import (
+from samplewise.loop.checkpoint.encoding import (
     COUNT,
     DICT,
     LIST,
@@ -36,10 +34,12 @@ from samplewise.loop.checkpoint.schema import (
     TENSOR,
     TEXT,
     WHOLE,
+    Malformed,
     Schema,
     check,
     maybe,
 )
+from samplewise.loop.checkpoint.resume_settings import check_frozen
 from samplewise.loop.data.rng import derive_seed
 from samplewise.parallel.group import current_group
 from samplewise.parallel.sharded_parameters import is_dtensor

@@ -29,13 +29,12 @@ from samplewise.loop.data.rng import (
     derive_seed,
     is_deterministic,
     nested_parts,
-    seed_generators,
     seed_samples,
+    set_epoch,
 )
-from samplewise.loop.data.sharding import OrderChecker, RankShard, ShardedBatches, sharded_dataset, sharded_indices
+from samplewise.loop.data.sharding import OrderChecker, RankShard, SeededSampler, ShardedBatches, sharded_dataset
 from samplewise.privacy.sampling import PoissonSampler
 
-CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
 END = object()
 
 
@@ -190,45 +189,6 @@ class PoissonLoader(SeededLoader):
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> None:  # type: ignore[override]
         return None  # the number of samples of a draw is private
-
-
-class SeededSampler:
-    """Sampler that yields what the loader's sampler draws under a given seed. The sampler may be infinite."""
-
-    def __init__(self, loader: Any):
-        self._loader = loader
-        self._seed = 0
-        self._skip = 0
-        self._shard = RankShard()
-        self._order = OrderChecker()
-
-    def begin(self, epoch: int, seed: int, skip: int, shard: RankShard) -> OrderChecker:
-        """Set epoch, seed, number of entries to skip and shard for the next iteration."""
-        self._seed = seed
-        self._skip = skip
-        self._shard = shard
-        self._order = OrderChecker(CHUNK)
-        set_epoch(self._loader, epoch, seed)
-        return self._order
-
-    def __iter__(self) -> Iterator[Any]:
-        stream = RngStream(self._seed)
-        if self._shard.size > 1:
-            seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
-        with stream:
-            rest = islice(sharded_indices(self._loader, self._shard, self._order), self._skip, None)
-        while True:
-            with stream:
-                chunk = list(islice(rest, CHUNK))
-            if not chunk:
-                return
-            yield from chunk
-
-    def samples(self, batches: int) -> int:
-        """Number of samples in the first `batches` batches."""
-        if self._loader.batch_sampler is None:
-            return batches
-        return batches * (self._loader.batch_size or 0) or sum(map(len, islice(self, batches)))
 
 
 class StatefulLoader:
@@ -411,14 +371,6 @@ def _drawn_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
         if batch is END:
             return
         yield batch
-
-
-def set_epoch(loader: Any, epoch: int, seed: int) -> None:
-    """Call `set_epoch` of a loader, its samplers and its dataset, and seed their random generators."""
-    for part in nested_parts(loader):
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
-    seed_generators(loader, seed)
 
 
 def _may_persist(loader: Any) -> bool:

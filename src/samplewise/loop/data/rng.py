@@ -48,6 +48,14 @@ def _seed_generator(value: Any, seed: int) -> None:
         value.bit_generator.state = type(value.bit_generator)(seed).state
 
 
+def set_epoch(loader: Any, epoch: int, seed: int) -> None:
+    """Call `set_epoch` of a loader, its samplers and its dataset, and seed their random generators."""
+    for part in nested_parts(loader):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+    seed_generators(loader, seed)
+
+
 class SeededDataset(Dataset[Any]):
     """Dataset that seeds the random generators for each sample by (seed, epoch, index).
 

@@ -20,10 +20,13 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from samplewise.core.batches import PLAIN, Path, keep_whole, leaves, length, take
+from samplewise.core.state import RngStream
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, DistributedError
-from samplewise.loop.data.rng import nested_parts
+from samplewise.loop.data.rng import nested_parts, seed_generators, set_epoch
 from samplewise.parallel.group import current_group
+
+CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,45 @@ def sharded_indices(loader: Any, shard: RankShard, order: OrderChecker) -> Itera
 def _copied(indices: Any) -> Any:
     """Copy a list of indices: some samplers modify a list after they have yielded it."""
     return list(indices) if isinstance(indices, list) else indices
+
+
+class SeededSampler:
+    """Sampler that yields what the loader's sampler draws under a given seed. The sampler may be infinite."""
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+        self._seed = 0
+        self._skip = 0
+        self._shard = RankShard()
+        self._order = OrderChecker()
+
+    def begin(self, epoch: int, seed: int, skip: int, shard: RankShard) -> OrderChecker:
+        """Set epoch, seed, number of entries to skip and shard for the next iteration."""
+        self._seed = seed
+        self._skip = skip
+        self._shard = shard
+        self._order = OrderChecker(CHUNK)
+        set_epoch(self._loader, epoch, seed)
+        return self._order
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = RngStream(self._seed)
+        if self._shard.size > 1:
+            seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
+        with stream:
+            rest = islice(sharded_indices(self._loader, self._shard, self._order), self._skip, None)
+        while True:
+            with stream:
+                chunk = list(islice(rest, CHUNK))
+            if not chunk:
+                return
+            yield from chunk
+
+    def samples(self, batches: int) -> int:
+        """Number of samples in the first `batches` batches."""
+        if self._loader.batch_sampler is None:
+            return batches
+        return batches * (self._loader.batch_size or 0) or sum(map(len, islice(self, batches)))
 
 
 class ShardedStream(IterableDataset[Any]):
