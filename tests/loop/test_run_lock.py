@@ -360,7 +360,7 @@ def test_a_lost_lock_ends_the_training_before_a_line_of_the_log(tmp_path, hasty)
     class Loses:
         def on_update(self, trainer):
             (tmp_path / "run.lock").unlink(missing_ok=True)
-            while not trainer._files._lock._lost:  # until the next heartbeat
+            while not trainer._files._lock.is_lost:  # until the next heartbeat
                 time.sleep(0.01)
 
     with pytest.raises(CheckpointError, match=LOST):

@@ -98,9 +98,9 @@ class EarlyStopping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check(state, {"best": NUMBER, "waited": COUNT, "monitor": TEXT, "mode": TEXT})
-        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
-        self._best = state["best"] if same else math.inf
-        self._waited = state["waited"] if same else 0
+        is_same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        self._best = state["best"] if is_same else math.inf
+        self._waited = state["waited"] if is_same else 0
 
 
 class ModelCheckpoint:
@@ -140,20 +140,20 @@ class ModelCheckpoint:
         self._directory = trainer.run or Path()
 
     def on_update(self, trainer: Trainer, update: Update) -> None:
-        self._save_if(self.every.ends_with(update, trainer.step), trainer)
+        self._saved = self.every.ends_with(update, trainer.step)
+        if self._saved:
+            trainer.save()
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, metrics: dict[str, float]) -> None:
         if self.best and not trainer.fast_dev_run:
             self._keep_if_good(trainer, self._sign * _monitored(metrics, self.monitor))
-        self._save_if(self.every.ends_with_epoch(epoch), trainer)
+        self._saved = self.every.ends_with_epoch(epoch)
+        if self._saved:
+            trainer.save()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if savable(trainer.step):  # deferred samples cannot be saved
-            self._save_if(not self._saved, trainer)
-
-    def _save_if(self, wanted: bool, trainer: Trainer) -> None:
-        self._saved = wanted
-        if wanted:
+        # Collective, so all ranks ask first. Deferred samples cannot be saved.
+        if savable(trainer.step) and not self._saved:
             trainer.save()
 
     def _keep_if_good(self, trainer: Trainer, value: float) -> None:
@@ -174,9 +174,9 @@ class ModelCheckpoint:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Names are checked, since these files are deleted later.
         check(state, {"values": [NUMBER], "names": [MODEL_FILE], "monitor": TEXT, "mode": TEXT})
-        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
-        self._values = state["values"] if same else []
-        self._names = state["names"] if same else []
+        is_same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        self._values = state["values"] if is_same else []
+        self._names = state["names"] if is_same else []
 
 
 class LRMonitor:
@@ -228,8 +228,17 @@ class SetLR:
                 raise ValueError(f"lr must be zero or a positive number, or a list of such numbers; found {lr!r}.")
 
     def on_fit_start(self, step: Step) -> None:
+        if isinstance(step.optimizer, FunctionalOptimizer):
+            raise TypeError(
+                "SetLR must have an optimizer of torch.optim; found a function. Its rate is that of the script: write "
+                "for example sw.sgd(0.01)."
+            )
+        if step.scheduler is not None and not isinstance(step.scheduler, LRScheduler):
+            raise TypeError(
+                f"SetLR must have a scheduler of torch.optim.lr_scheduler; found {type(step.scheduler).__name__}. "
+                "Change its rates in on_fit_start of a callback."
+            )
         groups = step.optimizer.param_groups
-        _check_rates_can_be_set(step)
         rates = list(self.lr) if isinstance(self.lr, Sequence) else [self.lr] * len(groups)
         if len(rates) != len(groups):
             raise ValueError(
@@ -242,26 +251,13 @@ class SetLR:
                 _scale_schedule(step.scheduler, k, group, rate)
 
 
-def _check_rates_can_be_set(step: Step) -> None:
-    if isinstance(step.optimizer, FunctionalOptimizer):
-        raise TypeError(
-            "SetLR must have an optimizer of torch.optim; found a function. Its rate is that of the script: write for "
-            "example sw.sgd(0.01)."
-        )
-    if step.scheduler is not None and not isinstance(step.scheduler, LRScheduler):
-        raise TypeError(
-            f"SetLR must have a scheduler of torch.optim.lr_scheduler; found {type(step.scheduler).__name__}. Change "
-            "its rates in on_fit_start of a callback."
-        )
-
-
 def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate: float) -> None:
     """Multiply all rates of parameter group `k`, in the group and in the scheduler, so that the initial one is `rate`.
 
     Schedules are multiples of the initial rate, so this gives the rates of a schedule that was created with it.
     """
-    given = "max_lr" if isinstance(scheduler, OneCycleLR) else "initial_lr"
-    initial = float(group[given])
+    base = "max_lr" if isinstance(scheduler, OneCycleLR) else "initial_lr"
+    initial = float(group[base])
     if initial == rate:
         return
     if initial == 0:
@@ -271,7 +267,7 @@ def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate:
         )
     for name in ("lr", "initial_lr", "max_lr", "min_lr"):
         if name in group:
-            _set(group, name, rate if name == given else group[name] * (rate / initial))
+            _set(group, name, rate if name == base else group[name] * (rate / initial))
     for part in _parts(scheduler):
         for name in ("base_lrs", "max_lrs", "_last_lr"):
             if hasattr(part, name):
@@ -338,20 +334,19 @@ class LayerGradNorms:
         if not trainer.log_every.ends_with(update, trainer.step) or update.skipped:
             return
         done = update.index + 1
-        norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
+        norms: dict[str, torch.Tensor] = {}
+        for name, parameter in trainer.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
+                whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if it is sharded
+                norms[name] = whole.float().to(trainer.device)
         if norms:
-            values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
-            found = _by_layer(dict(zip(norms, values, strict=True)))
-            trainer.write("layers", update=done, norms=found)
+            values = torch.stack(list(norms.values())).tolist()
+            trainer.write("layers", update=done, norms=_by_layer(dict(zip(norms, values, strict=True))))
         elif not self._note_written:
             self._note_written = True
             trainer.write("note", update=done, text=NO_GRADIENTS)
-
-
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm = torch.linalg.vector_norm(values)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if the parameter is sharded
 
 
 def _by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:

@@ -49,27 +49,37 @@ class LossMeter:
         self._last = update
         self._recent.append((update, wall_seconds))
         if len(self._recent) == MOST_RECENT:
-            self._sum(self._recent[:-1])  # the device may not have decided yet whether the last one is skipped
-            self._recent = self._recent[-1:]
+            self._sum(MOST_RECENT - 1)  # the device may not have decided yet whether the last one is skipped
 
-    def _sum_recent(self) -> None:
-        self._sum(self._recent)
-        self._recent = []
-
-    def _sum(self, recent: Sequence[tuple[Update, float]]) -> None:
-        """Add updates to the sums. Several are added at once: their losses are read from the device in one host sync,
-        and this code runs in less time than between the operations of two updates.
+    def _sum(self, count: int | None = None) -> None:
+        """Add the first `count` recent updates to the sums, all by default. Several are added at once: their losses are
+        read from the device in one host sync, and this code runs in less time than between the operations of two
+        updates.
         """
-        shown = [] if self._hidden else [update for update, _ in recent if not update.skipped]
-        pairs = [update._sums() for update in shown]
-        losses = _as_floats([loss for loss, _ in pairs])
-        counts = _as_floats([count for _, count in pairs])
-        seconds = sum(update.seconds for update, _ in recent)
-        wall_seconds = sum(wall for _, wall in recent)
-        samples = 0 if self._hidden else sum(update.samples for update, _ in recent)
-        skipped = 0 if self._hidden else len(recent) - len(shown)
+        recent = self._recent[:count]
+        self._recent = self._recent[len(recent) :]
+        losses: list[Number] = []
+        counts: list[Number] = []
+        seconds = 0.0
+        wall_seconds = 0.0
+        samples = 0
+        skipped = 0
+        for update, wall in recent:
+            seconds += update.seconds
+            wall_seconds += wall
+            if self._hidden:
+                continue
+            samples += update.samples
+            if update.skipped:
+                skipped += 1
+            else:
+                loss, count_sum = update._sums()
+                losses.append(loss)
+                counts.append(count_sum)
+        totals = _as_floats(losses)
+        weights = _as_floats(counts)
         for sums in (self._line, self._epoch):
-            sums.mean.add_numbers(losses, counts)
+            sums.mean.add_numbers(totals, weights)
             sums.updates += len(recent)
             sums.seconds += seconds
             sums.wall_seconds += wall_seconds
@@ -78,7 +88,7 @@ class LossMeter:
 
     def read(self) -> dict[str, Any]:
         """Return the values since the last log line, and reset them."""
-        self._sum_recent()
+        self._sum()
         lr = self._learning_rates()
         sums = self._line
         self._line = UpdateSums()
@@ -109,14 +119,14 @@ class LossMeter:
 
     def read_epoch(self) -> dict[str, Any]:
         """Return the values of the epoch, and reset them."""
-        self._sum_recent()
+        self._sum()
         sums = self._epoch
         self._epoch = UpdateSums()
         loss = {} if self._hidden else {"loss": sums.mean.value()}
         return {**loss, "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
-        self._sum_recent()
+        self._sum()
         return {"lines": self._line.state_dict(), "epoch": self._epoch.state_dict(), "lr": self._learning_rates()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,10 +176,13 @@ def _as_floats(numbers: Sequence[Number]) -> list[float]:
     """The numbers as floats, with one host sync for all tensors among them."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     if not tensors:
-        return [float(number) for number in numbers]
+        return list(map(float, numbers))
     device = tensors[0].device
-    values = iter(torch.stack([t if t.device == device else t.to(device) for t in tensors]).tolist())
-    return [next(values) if isinstance(number, Tensor) else number for number in numbers]
+    values = torch.stack([t if t.device == device else t.to(device) for t in tensors]).tolist()
+    if len(tensors) == len(numbers):
+        return values
+    remaining = iter(values)
+    return [next(remaining) if isinstance(number, Tensor) else number for number in numbers]
 
 
 def _as_tensor(number: Number) -> Tensor:
@@ -372,11 +385,11 @@ class Progress:
         self._has_validation = kind == "validation" or (self._has_validation and kind != "epoch")
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
-        shown = {name: value for name, value in metrics.items() if name == "train_loss"}
+        values = {name: value for name, value in metrics.items() if name == "train_loss"}
         if self._has_validation:
-            shown |= metrics
-        if shown:
-            self._display.epoch(epoch, shown)
+            values |= metrics
+        if values:
+            self._display.epoch(epoch, values)
 
     def line(self, text: str) -> None:
         """Print a line; does nothing if no training is shown. May be called from another thread."""

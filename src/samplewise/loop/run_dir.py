@@ -143,7 +143,8 @@ class RunDirectory:
     def write(self, **fields: Any) -> None:
         """Append a line to the log, on rank 0."""
         if self._log is not None:
-            self._lock.check()
+            if self._lock.is_lost:
+                self._lock.verify()
             self._log.write(**fields)
 
     def save(self, state: Callable[[int], tuple[dict[str, Any], dict[str, Any]]], update: int) -> Path:

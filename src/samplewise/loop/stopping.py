@@ -130,6 +130,7 @@ class StopController(ABC):
     def __init__(self, step: Step) -> None:
         self.stop: StopRequest | None = None
         self._step = step
+        self._privacy = step.privacy
         self._signal: str | None = None  # name of the signal that this process has received
 
     @abstractmethod
@@ -138,7 +139,7 @@ class StopController(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Exchange stop requests between ranks, after an update or an epoch. Collective."""
+        """After an update or an epoch: stop if privacy is used up, and exchange stop requests. Collective."""
 
     @abstractmethod
     def watch(self, loader: ResumableLoader) -> AbstractContextManager[None]:
@@ -151,6 +152,11 @@ class StopController(ABC):
     @abstractmethod
     def epoch(self, loader: ResumableLoader) -> AbstractContextManager[None]:
         """Context manager around the updates and the validation of an epoch: ends it if the training is to stop."""
+
+    def _stop_if_spent(self) -> None:
+        """Stop if further draws are planned but not paid for, because updates were repeated with new noise."""
+        if self._privacy is not None and self._privacy.is_exhausted:
+            self.request(f"all {self._privacy.plan.updates} updates that are paid for are made")
 
     def is_over(self, until: Duration, epochs: int) -> bool:
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
@@ -200,7 +206,8 @@ class SingleProcessStop(StopController):
         self.stop = self.stop or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
-        pass
+        if self._privacy is not None:
+            self._stop_if_spent()
 
     @contextmanager
     def watch(self, loader: ResumableLoader) -> Iterator[None]:
@@ -253,6 +260,7 @@ class MultiRankStop(StopController):
         self._requested = self._requested or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
+        self._stop_if_spent()
         self._exchange_requests()
         self._at_window_start = RandomState()
 
