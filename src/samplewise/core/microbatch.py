@@ -91,13 +91,13 @@ class MicrobatchSize:
         """Return compute(microbatches); with an automatic size, retry with smaller microbatches when memory runs out. A
         failed attempt is undone.
         """
-        whole = microbatches
+        uncut = microbatches
         while self.automatic:
             assert self._save is not None
             largest = max((self._length(microbatch) or 1 for microbatch in microbatches), default=1)
             with Halving(self, self._save(microbatches), largest):
                 return compute(microbatches)
-            microbatches = self._slices(whole)
+            microbatches = self._slices(uncut)
         return compute(microbatches)
 
     def _slices(self, microbatches: Sequence[Any]) -> list[Any]:

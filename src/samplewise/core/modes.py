@@ -44,7 +44,7 @@ def freeze_batchnorm(model: Model, frozen: bool = True) -> Model:
             # An attribute of the instance, found before the method of the class. A partial object can be pickled.
             layer.train = partial(_stay_in_eval_mode, layer)  # type: ignore[method-assign, assignment]
             layer.train()
-        elif is_kept_in_eval_mode(layer):
+        elif is_frozen(layer):
             del layer.train
             layer.train(model.training)
     return model
@@ -55,10 +55,10 @@ def _stay_in_eval_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
     return nn.Module.train(layer, False)
 
 
-def is_kept_in_eval_mode(layer: nn.Module) -> bool:
+def is_frozen(layer: nn.Module) -> bool:
     """True for a layer frozen by `freeze_batchnorm`."""
-    own = vars(layer).get("train")
-    return isinstance(own, partial) and own.func is _stay_in_eval_mode
+    train = vars(layer).get("train")
+    return isinstance(train, partial) and train.func is _stay_in_eval_mode
 
 
 def batch_norms(modules: Iterable[nn.Module]) -> Iterator[tuple[str, _BatchNorm]]:
@@ -84,8 +84,10 @@ def check_modes(modules: Sequence[nn.Module]) -> None:
     """Warn about modules in eval mode; of nested ones only the outermost is named. Frozen modules and single BatchNorm
     layers are exempt: per-sample gradients need BatchNorm in eval mode.
     """
-    asleep = [path for path, module in paths(modules) if not module.training and not _is_meant(module)]
-    outermost = [path for path in asleep if not any(path.startswith(f"{other}.") for other in asleep)]
+    roots = zip((MODEL, "loss"), modules, strict=False)
+    named = [(f"{root}.{name}".rstrip("."), module) for root, top in roots for name, module in top.named_modules()]
+    asleep = [path for path, module in named if not module.training and not _is_meant(module)]
+    outermost = [path for path in asleep if not any(path.startswith(f"{parent}.") for parent in asleep)]
     names = ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
     if outermost:
         warn(
@@ -100,9 +102,3 @@ def _is_meant(module: nn.Module) -> bool:
         return True
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
-
-
-def paths(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Path and module of every module, including the model ("model") and the loss module ("loss")."""
-    roots = zip((MODEL, "loss"), modules, strict=False)
-    return [(f"{root}.{name}".rstrip("."), module) for root, top in roots for name, module in top.named_modules()]

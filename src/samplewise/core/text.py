@@ -22,9 +22,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def plural(count: int, noun: str, many: str = "") -> str:
-    """A number and its noun: "1 update", "2 updates", "1,000 updates". `many`: the plural, if it is not noun + s."""
-    return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """A number and its noun: "1 update", "2 updates", "1,000 updates". `nouns`: the plural, if it is not noun + s."""
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
@@ -38,9 +38,9 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
     return "\n".join(([title] if title else []) + [lines[0], rule, *lines[1:]])
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "Did you mean 'x'?" for the known name that is most similar; empty if none is similar."""
-    close = get_close_matches(name, known, n=1)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "Did you mean 'x'?" for the one of the names that is most similar; empty if none is similar."""
+    close = get_close_matches(name, names, n=1)
     return f"Did you mean {close[0]!r}?" if close else ""
 
 
@@ -78,17 +78,14 @@ def progress(total: int | None, description: str) -> Iterator[Callable[[int], No
 
 def with_progress(items: Iterable[Item], description: str) -> Iterator[Item]:
     """Yield the items and show how many are done."""
-    with progress(_length(items), description) as advance:
+    try:
+        total = len(items)  # type: ignore[arg-type]
+    except TypeError:  # no length, as an iterator or the loader of an iterable dataset
+        total = None
+    with progress(total, description) as advance:
         for item in items:
             yield item
             advance(1)
-
-
-def _length(items: object) -> int | None:
-    try:
-        return len(items)  # type: ignore[arg-type]
-    except TypeError:  # no length, as an iterator or the loader of an iterable dataset
-        return None
 
 
 @contextmanager

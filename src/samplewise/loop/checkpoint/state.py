@@ -179,7 +179,7 @@ def savable(step: Step) -> bool:
 
 
 def _part_state(part: Any) -> Any:
-    """Return the state dict of a part. With several ranks, that of a Step omits the open window: it is in `per_rank`."""
+    """Return the state dict of a part. With several ranks, that of a Step omits the open window, see `per_rank`."""
     if isinstance(part, Step):
         return part._state_dict(window=not current_group().distributed)
     return part.state_dict()
