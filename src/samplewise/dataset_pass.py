@@ -79,18 +79,18 @@ def check_train_and_queries(train: Iterable[Any], queries: Iterable[Any]) -> Non
 
 
 def map_over_ranks(
-    compute: Callable[[Any], Result], loader: Iterable[Any], what: str | None = None
+    compute: Callable[[Any], Result], loader: Iterable[Any], title: str | None = None
 ) -> Iterator[Result]:
     """Yield compute(batch) for each batch, in order, on every rank. Rank r computes batches r, r + size, ...
 
     Results of several ranks are exchanged with pickle; they should be small, and on the CPU. Every rank must pass the
     same loader and exhaust the iterator. If `compute` raises on a rank, all ranks raise.
 
-    what: name of the pass, whose progress is shown on stderr; default: nothing is shown
+    title: name of the pass, whose progress is shown on stderr; default: nothing is shown
     """
     group = current_group()
     check_has_all_samples(loader)
-    batches = iter(_with_progress(loader, what))
+    batches = iter(_with_progress(loader, title))
     if not group.distributed:
         yield from map(compute, batches)
         return
@@ -100,10 +100,10 @@ def map_over_ranks(
         yield from (result for results in group.all_gather_object(results) for result in results)
 
 
-def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tuple[int, Any]]:
+def share_of_rank(loader: Iterable[Any], title: str | None = None) -> Iterator[tuple[int, Any]]:
     """Yield (number, batch) of the batches of this rank: r, r + size, ... Every rank must pass the same loader.
 
-    what: as in `map_over_ranks`
+    title: as in `map_over_ranks`
     """
     group = current_group()
     check_has_all_samples(loader)
@@ -111,13 +111,13 @@ def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tu
         check_order(loader, "Use shuffle=False, so that all ranks have the same batches.")
     return (
         (number, batch)
-        for number, batch in enumerate(_with_progress(loader, what))
+        for number, batch in enumerate(_with_progress(loader, title))
         if number % group.size == group.rank
     )
 
 
-def _with_progress(loader: Iterable[Any], what: str | None) -> Iterable[Any]:
-    return loader if what is None or current_group().rank else with_progress(loader, f"{what}, batches")
+def _with_progress(loader: Iterable[Any], title: str | None) -> Iterable[Any]:
+    return loader if title is None or current_group().rank else with_progress(loader, f"{title}, batches")
 
 
 def check_has_all_samples(loader: Iterable[Any]) -> None:

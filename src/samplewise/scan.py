@@ -71,7 +71,8 @@ class Scanner:
             stop = min(start + (self._size.size or total), total)
             microbatch = batch
             if (start, stop) != (0, total):
-                self._compare_slice(batch, start, stop)
+                if not self._compared:
+                    self._compare_slice(batch, start, stop)
                 microbatch = cut(batch, start, stop)
             losses = self._losses_within_budget(microbatch, stop - start)
             if losses is not None:
@@ -82,15 +83,11 @@ class Scanner:
         return gradients(losses, self._model, strategy=self._strategy)
 
     def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
-        """In the first slice, raise BatchError if an entry that is not per sample has as many rows as there are
-        samples.
-        """
-        if self._compared:
-            return
+        """Raise BatchError if an entry that is not per sample has as many rows as there are samples."""
         self._compared = True
 
-        def compute(some: Any) -> Tensor:
-            return per_sample(self._loss_fn(self._model, copied(some)))[0]
+        def compute(batch: Any) -> Tensor:
+            return per_sample(self._loss_fn(self._model, copied(batch)))[0]
 
         state = CallSnapshot([self._loss_fn], [self._model])
         try:

@@ -694,7 +694,7 @@ import sys, torch
 from pathlib import Path
 from samplewise.loop.checkpoint import io
 path = Path({str(tmp_path)!r}) / "a.ckpt"
-io.write(path, {{"model": {{"weight": torch.ones(3)}}}}, own={{"random": torch.get_rng_state()}})
+io.write(path, {{"model": {{"weight": torch.ones(3)}}}}, rank_state={{"random": torch.get_rng_state()}})
 io.read(path)
 print("torch.distributed.checkpoint" in sys.modules)
 """

@@ -138,9 +138,9 @@ def _files_by_part(run: Path, end: int | None = None) -> Iterator[list[Path | st
 
 def _files_of_part(run: Path, part: LedgerPart) -> list[Path | str]:
     """Files of a part, one per rank; a string in place of files that are missing or contradict each other."""
-    size, *others = sorted({size for size, _ in part.files}, reverse=True)
-    if others:
-        return [f"part {part.number} in {run / FOLDER} twice, written by {size} ranks and by {others[0]}"]
+    size, *further_sizes = sorted({size for size, _ in part.files}, reverse=True)
+    if further_sizes:
+        return [f"part {part.number} in {run / FOLDER} twice, written by {size} ranks and by {further_sizes[0]}"]
     present = {rank: path for (_, rank), path in sorted(part.files.items())}
     if len(present) == size:
         return list(present.values())

@@ -89,7 +89,7 @@ class Evaluator:
         return self._predict(loader, forward)
 
     def _predict(self, loader: Iterable[Any], forward: Forward | None) -> Any:
-        found = []
+        outputs_of_batches = []
         with self._eval_mode():
             for batch in loader:
                 batch = to_device(batch, self._device)
@@ -98,12 +98,12 @@ class Evaluator:
                 if outputs is None:
                     name = "the model" if forward is None else "forward"
                     raise TypeError(f"{name} must return the outputs of the model; found None. Add a return.")
-                found.append(to_device(outputs, torch.device("cpu")))
-        if not found:
+                outputs_of_batches.append(to_device(outputs, torch.device("cpu")))
+        if not outputs_of_batches:
             raise BatchError(
                 "predict needs at least one batch; found none. Pass a list or a DataLoader that is not empty."
             )
-        return concat(found)
+        return concat(outputs_of_batches)
 
     def _call_model(self, batch: Any) -> Any:
         """Call the model as the loss function does. A batch without a target, x or (x,), gives model(x)."""
@@ -141,8 +141,8 @@ class Evaluator:
 
 def check_one_per_sample(losses: Any) -> None:
     if not isinstance(losses, Tensor) or losses.dim() != 1:
-        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise LossesError(f"losses must be 1-D, one value per sample; found {found}. Use reduction='none'.")
+        shape = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise LossesError(f"losses must be 1-D, one value per sample; found {shape}. Use reduction='none'.")
 
 
 class OutputRecorder:
@@ -200,17 +200,17 @@ class Mean:
         self.reset()
 
     def update(self, outputs: Any, batch: Any) -> None:
-        found = self._checked(self.function(outputs, batch if self._target is None else self._target.of(batch)))
-        found = found.to(torch.float32 if found.device.type == "mps" else torch.float64)  # MPS has no float64
-        samples = length(batch) if found.dim() == 0 else found.numel()
+        values = self._as_tensor(self.function(outputs, batch if self._target is None else self._target.of(batch)))
+        values = values.to(torch.float32 if values.device.type == "mps" else torch.float64)  # MPS has no float64
+        samples = length(batch) if values.dim() == 0 else values.numel()
         if samples is None:
             raise ValueError(
                 f"metric {self.name!r} must return one number per sample if the number of samples in a batch is "
                 "unknown; found one number. Return a tensor of shape (samples,)."
             )
-        self._mean.add_sum(found * samples if found.dim() == 0 else found.sum(), samples)
+        self._mean.add_sum(values * samples if values.dim() == 0 else values.sum(), samples)
 
-    def _checked(self, answer: Any) -> Tensor:
+    def _as_tensor(self, answer: Any) -> Tensor:
         """The answer of the function as a tensor; TypeError unless it is a tensor, an array or a number."""
         is_number = isinstance(answer, Real) and not isinstance(answer, bool)
         if not (isinstance(answer, Tensor) or is_number or getattr(answer, "ndim", 0) > 0):
@@ -240,7 +240,10 @@ class Target:
 
     def of(self, batch: Any) -> Any:
         """The entry with a name in `TARGETS`; for other tuples and lists (x, y, ...) the second element."""
-        named = _named_targets(batch)
+        if isinstance(batch, Mapping):
+            named = {name: batch[name] for name in TARGETS if name in batch}
+        else:
+            named = {name: getattr(batch, name) for name in TARGETS if hasattr(batch, name)}
         if self._argument in named:
             return named[self._argument]
         if len(named) == 1:
@@ -252,13 +255,6 @@ class Target:
             f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. Use a function "
             "(outputs, batch), or an object with update(outputs, batch)."
         )
-
-
-def _named_targets(batch: Any) -> dict[str, Any]:
-    """Entries or attributes of a batch whose names are in `TARGETS`."""
-    if isinstance(batch, Mapping):
-        return {name: batch[name] for name in TARGETS if name in batch}
-    return {name: getattr(batch, name) for name in TARGETS if hasattr(batch, name)}
 
 
 def _kind(batch: Any, named: Mapping[str, Any]) -> str:
@@ -360,20 +356,20 @@ Metric = Mean | MetricAdapter | GatheredMetric | SynchronizedMetric
 
 def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
     """Wrap the metrics of a Trainer by name."""
-    found: dict[str, Metric] = {}
+    wrapped: dict[str, Metric] = {}
     for name, metric in metrics.items():
         if name in LOG_FIELDS:
             raise ValueError(f"a metric must not use a field name of the log; found {name!r}. Choose another name.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            found[name] = _over_ranks(MetricAdapter(metric, name, device), name, device)
+            wrapped[name] = _over_ranks(MetricAdapter(metric, name, device), name, device)
         elif callable(metric):
-            found[name] = Mean(metric, name)
+            wrapped[name] = Mean(metric, name)
         else:
             raise TypeError(
                 f"metric {name!r} must be a function (outputs, batch) or (outputs, y), or have update, compute and "
                 f"reset; found {type(metric).__name__}."
             )
-    return found
+    return wrapped
 
 
 def _over_ranks(adapter: MetricAdapter, name: str, device: torch.device) -> Metric:
@@ -381,23 +377,23 @@ def _over_ranks(adapter: MetricAdapter, name: str, device: torch.device) -> Metr
     if current_group().size == 1:
         return adapter
     classes = type(adapter.metric).__mro__
-    if any(each.__module__.partition(".")[0] == "torchmetrics" for each in classes):
+    if any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in classes):
         return SynchronizedMetric(adapter, name)
     return GatheredMetric(adapter, device)
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Compute all metrics. Results that are dicts or lists are flattened: name/part, name/0, name/1."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, metric in metrics.items():
-        found |= _named(name, metric.compute())
-    return found
+        values |= _flatten(name, metric.compute())
+    return values
 
 
-def _named(name: str, value: Any) -> dict[str, float]:
+def _flatten(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Tensor):
         value = value.tolist()
     if not isinstance(value, (Mapping, list, tuple)):
         return {name: float(value)}
     parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return {key: number for part, one in parts for key, number in _named(f"{name}/{part}", one).items()}
+    return {key: number for part, item in parts for key, number in _flatten(f"{name}/{part}", item).items()}

@@ -83,8 +83,8 @@ def interval(name: str, every: Any, units: Sequence[Unit] = ("up", "ep", "sample
 def end_of_training(epochs: Any = None, updates: Any = None) -> Duration:
     """Duration of a training run. Exactly one of `epochs` and `updates` is given, a positive int."""
     if (epochs is None) == (updates is None):
-        found = "both" if epochs is not None else "neither"
-        raise ValueError(f"exactly one of epochs= and updates= must be given; found {found}. Pass epochs=10.")
+        count = "both" if epochs is not None else "neither"
+        raise ValueError(f"exactly one of epochs= and updates= must be given; found {count}. Pass epochs=10.")
     name, number = ("updates", updates) if epochs is None else ("epochs", epochs)
     if type(number) is not int or number < 1:
         raise ValueError(f"{name} must be a positive whole number; found {number!r}. Pass epochs=10 or updates=500.")

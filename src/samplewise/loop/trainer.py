@@ -317,7 +317,7 @@ class Trainer(CheckedAttributes):
         differences = self._run_state.settings.differences()
         if any(differences):
             self.write("note", update=self.step.counters.updates, text=str(differences))
-        if (differences.kept or differences.changed) and current_group().rank == 0:
+        if (differences.restored or differences.changed) and current_group().rank == 0:
             warnings.warn(str(differences), TrainingWarning, stacklevel=3)
 
     def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:

@@ -92,7 +92,10 @@ class Encoder:
         if cls is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if cls in DICT_TYPES.values():
-            return {cls.__name__: self._encode_items(value, path)}
+            for key in value:
+                if type(key) not in (str, int):
+                    raise TypeError(f"keys of {_dotted(path)} must be text or int; found {key!r}, {type_name(key)}.")
+            return {cls.__name__: [[self.encode(k, path), self.encode(v, (*path, k))] for k, v in value.items()]}
         if cls in (list, tuple):
             items = [self.encode(item, (*path, k)) for k, item in enumerate(value)]
             return items if cls is list else {"tuple": items}
@@ -101,12 +104,6 @@ class Encoder:
             f"found {type_name(value)}. Convert it, or leave it out of the state."
         )
 
-    def _encode_items(self, value: dict[Any, Any], path: KeyPath) -> list[Any]:
-        for key in value:
-            if type(key) not in (str, int):
-                raise TypeError(f"keys of {_dotted(path)} must be text or int; found {key!r}, {type_name(key)}.")
-        return [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
-
     def _encode_tensor(self, value: Tensor, path: KeyPath) -> list[Any]:
         plain = type(value) in TENSOR_TYPES or is_dtensor(value)
         if not plain or value.layout != torch.strided or value.is_meta or value.dtype not in DTYPE_NAMES:
@@ -114,18 +111,13 @@ class Encoder:
                 f"{_dotted(path)} must be a plain, dense tensor with data; found {type_name(value)} of layout "
                 f"{value.layout} and dtype {value.dtype} on {value.device}. Convert it, or leave it out of the state."
             )
-        name = self._new_name(path)
+        name = _dotted(path).encode(errors="backslashreplace").decode()  # safetensors rejects lone surrogates
+        while name in self.tensors or name in RESERVED_NAMES:  # as for {"a.b": x, "a": {"b": y}}
+            name += "'"
         self.tensors[name] = value
         self.paths[name] = path
         order = _memory_order(value)
         return [name, DTYPE_NAMES[value.dtype], list(value.shape), *([] if order is None else [order])]
-
-    def _new_name(self, path: KeyPath) -> str:
-        """Return the path as text, with a suffix if another tensor has this name: {"a.b": x, "a": {"b": y}}."""
-        name = _dotted(path).encode(errors="backslashreplace").decode()  # safetensors rejects lone surrogates
-        while name in self.tensors or name in RESERVED_NAMES:
-            name += "'"
-        return name
 
 
 def _memory_order(tensor: Tensor) -> list[int] | None:
@@ -160,8 +152,15 @@ def type_name(value: object) -> str:
 
 def from_json(text: str | bytes) -> Any:
     """Parse JSON; raise `Malformed` for invalid JSON, NaN, infinity and duplicate keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            raise Malformed("JSON with a duplicate key")
+        return content
+
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant, parse_float=_finite)
     except Malformed:
         raise
     except RecursionError:
@@ -188,13 +187,6 @@ def replace_infos(state: Any, tensor: Callable[[TensorInfo], Tensor]) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(replace_infos(item, tensor) for item in state)
     return state
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise Malformed("JSON with a duplicate key")
-    return content
 
 
 def _no_constant(text: str) -> Any:

@@ -170,7 +170,12 @@ def read_state(directory: Path) -> tuple[Any, list[dict[str, Any]]]:
         if sha256([to_json(content)]) != digest:
             raise Malformed("another checksum")
         check(content, CONTENT)
-        _check_file_names([entry["file"] for entry in content["shards"]])
+        names = [entry["file"] for entry in content["shards"]]
+        first = [MODEL_FILE] if MODEL_FILE in names[:1] else []
+        expected = [*first, *map(shard_file, range(len(names) - len(first)))]
+        for name, right in zip(names, expected, strict=True):
+            if name != right:
+                raise Malformed(f"the file name {name[:40]!r} in place of {right!r}")
     except OSError as why:
         raise _unreadable(path, why) from why
     except PARSE_ERRORS as why:
@@ -178,39 +183,21 @@ def read_state(directory: Path) -> tuple[Any, list[dict[str, Any]]]:
     return content["state"], content["shards"]
 
 
-def _check_file_names(names: list[str]) -> None:
-    """Raise `Malformed` unless these are the names of the shards of a checkpoint, in order."""
-    first = [MODEL_FILE] if MODEL_FILE in names[:1] else []
-    expected = [*first, *map(shard_file, range(len(names) - len(first)))]
-    for name, right in zip(names, expected, strict=True):
-        if name != right:
-            raise Malformed(f"the file name {name[:40]!r} in place of {right!r}")
-
-
 def _check_directory(path: Path) -> None:
     """Raise CheckpointError for a checkpoint of an earlier version of the format, and for other files."""
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
-            version = _directory_version(path)
+            version = next((v for name, v in CONTENTS.items() if (path / name).exists()), VERSION)
         else:
-            version = _file_version(path)
+            with _open_regular(path) as file:
+                start = file.read(100)
+            if f'"format":"{FORMAT}"'.encode() not in start:
+                raise foreign(path, f"a file that begins with {start[:9]!r}")
+            version = 1
     except OSError as why:
         raise _unreadable(path, why) from why
     if version != VERSION:
         raise CheckpointError(other_version(path, version, VERSION))
-
-
-def _directory_version(path: Path) -> int:
-    names = [name for name in CONTENTS if (path / name).exists()]
-    return CONTENTS[names[0]] if names else VERSION
-
-
-def _file_version(path: Path) -> int:
-    with _open_regular(path) as file:
-        start = file.read(100)
-    if f'"format":"{FORMAT}"'.encode() not in start:
-        raise foreign(path, f"a file that begins with {start[:9]!r}")
-    return 1
 
 
 def read_shard(directory: Path, entry: dict[str, Any], verify: bool = True) -> list[Chunk]:
@@ -228,19 +215,15 @@ def read_shard(directory: Path, entry: dict[str, Any], verify: bool = True) -> l
             tensors = {name: shard.get_tensor(name) for name in names}
         if verify and sha256([header, *tensors.values()]) != entry["sha256"]:
             raise Malformed("another checksum")
-        return _chunks(tensors, entry["offsets"], prefix)
+        missing = [name for name in entry["offsets"] if name not in tensors]
+        if missing:
+            raise Malformed(f"an offset of {missing[0]!r}, which is not stored")
+        offsets = {name: tuple(check_sizes(offset)) for name, offset in entry["offsets"].items()}
+        return [Chunk(prefix + name, tensor, offsets.get(name)) for name, tensor in tensors.items()]
     except OSError as why:
         raise _unreadable(path, why) from why
     except (safetensors.SafetensorError, *PARSE_ERRORS) as why:
         raise corrupt(path, why) from why
-
-
-def _chunks(tensors: dict[str, Tensor], offsets: dict[Any, Any], prefix: str) -> list[Chunk]:
-    missing = [name for name in offsets if name not in tensors]
-    if missing:
-        raise Malformed(f"an offset of {missing[0]!r}, which is not stored")
-    at = {name: tuple(check_sizes(offset)) for name, offset in offsets.items()}
-    return [Chunk(prefix + name, tensor, at.get(name)) for name, tensor in tensors.items()]
 
 
 def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, list[str]]:
@@ -252,14 +235,14 @@ def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, li
     length = int.from_bytes(start[:8], "little")
     if len(start) == 9 and (start[8:] != b"{" or length > MAX_JSON_BYTES):
         raise foreign(path, f"a file that begins with {start!r}")
-    found = os.fstat(file.fileno()).st_size
-    if found < size:
+    actual = os.fstat(file.fileno()).st_size
+    if actual < size:
         raise CheckpointError(
-            f"{path} must be {size} bytes long; found {found}. It is truncated: copy it again, or use an earlier "
+            f"{path} must be {size} bytes long; found {actual}. It is truncated: copy it again, or use an earlier "
             "checkpoint."
         )
-    if found > size:
-        raise Malformed(f"{found} bytes in place of {size}")
+    if actual > size:
+        raise Malformed(f"{actual} bytes in place of {size}")
     start += file.read(length - 1)
     header = from_json(start[8:])
     if header.pop(RESERVED_NAME, None) != {"format": "pt"}:
@@ -289,19 +272,20 @@ def _open_regular(path: Path) -> BufferedReader:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def corrupt(path: Path, found: Exception) -> CheckpointError:
+def corrupt(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a file or directory whose content was changed."""
-    shown = str(found) if isinstance(found, Malformed) else f"{type(found).__name__}: {found}"
+    content = str(error) if isinstance(error, Malformed) else f"{type(error).__name__}: {error}"
     return CheckpointError(
-        f"{path} must contain exactly what was written to it; found {shown}. It is corrupt: use an earlier checkpoint."
+        f"{path} must contain exactly what was written to it; found {content}. It is corrupt: use an earlier "
+        "checkpoint."
     )
 
 
-def foreign(path: Path, found: str) -> CheckpointError:
+def foreign(path: Path, content: str) -> CheckpointError:
     """Return the error for a file that is not part of a checkpoint."""
     return CheckpointError(
-        f"{path} must be a checkpoint file written by samplewise; found {found}. It is not a checkpoint: pass another "
-        "path."
+        f"{path} must be a checkpoint file written by samplewise; found {content}. It is not a checkpoint: pass "
+        "another path."
     )
 
 

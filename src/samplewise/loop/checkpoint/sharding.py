@@ -86,12 +86,9 @@ def _check_cover(info: TensorInfo, chunks: Chunks) -> None:
     count = sum(chunk.numel() for chunk in chunks.values())
     if count != math.prod(info.shape) or not chunks:
         raise Malformed(f"{count:,} stored numbers of tensor {info.name!r} in place of {math.prod(info.shape):,}")
-    if len(chunks) > 1:
-        _check_disjoint(info, chunks)
-
-
-def _check_disjoint(info: TensorInfo, chunks: Chunks) -> None:
-    """Check that chunks do not overlap. Together they have the size of the tensor, so they then fill it."""
+    if len(chunks) == 1:
+        return
+    # Together the chunks have the size of the tensor, so they fill it if they do not overlap.
     filled = torch.zeros(info.shape, dtype=torch.bool)
     for offset, chunk in chunks.items():
         target = filled[tuple(slice(start, start + length) for start, length in zip(offset, chunk.shape, strict=True))]

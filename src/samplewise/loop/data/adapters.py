@@ -231,15 +231,15 @@ class StatefulLoader:
             self._stream.load_state_dict(state["random"])
             self._batches = state["batches"]
             self._sharding.position = state.get("position", 0)
-        batches = _drawn_with(self._stream, batches)
+        batches = _draw_with(self._stream, batches)
         if not (self._workers or shard.has_all_samples):
             batches = self._sharding.select(self.order.observe(batches))
-        rest = self._counted(batches)
+        rest = self._count(batches)
         for _ in range(skip - self._batches):
             next(rest, None)
         return rest
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._batches += 1
             yield batch
@@ -311,36 +311,28 @@ class ReplayedLoader:
         set_epoch(self._loader, epoch, seed)
         stream = RngStream(seed)
         with stream:
-            batches = iter(self._restartable(shard))
+            loader: Any = self._loader
+            if isinstance(loader, DataLoader):  # a copy without persistent workers, whose random state would continue
+                dataset = sharded_dataset(loader, shard, self.order) if self._streams else loader.dataset
+                loader = loader_with(loader, persistent_workers=False, dataset=dataset)
+            batches = iter(loader)
         if type(self._loader) not in (list, tuple):
-            batches = _drawn_with(stream, batches)
+            batches = _draw_with(stream, batches)
         if not (self._streams or shard.has_all_samples):
-            batches = self._sharded_by(shard).select(self.order.observe(batches))
+            if not (self._once and self._taken):
+                self._sharding = ShardedBatches(shard)
+            batches = self._sharding.select(self.order.observe(batches))
         if self._once:
             skip -= self._taken
-            batches = self._counted(batches)
+            batches = self._count(batches)
         for _ in range(skip):
             next(batches, None)
         return batches
-
-    def _restartable(self, shard: RankShard) -> Iterable[Any]:
-        """Return the loader; a DataLoader as a copy without persistent workers, whose random state would continue from
-        the last epoch.
-        """
-        if not isinstance(self._loader, DataLoader):
-            return self._loader
-        dataset = sharded_dataset(self._loader, shard, self.order) if self._streams else self._loader.dataset
-        return loader_with(self._loader, persistent_workers=False, dataset=dataset)
 
     @property
     def _streams(self) -> bool:
         """True for a DataLoader with an IterableDataset."""
         return isinstance(self._loader, DataLoader) and not _has_indices(self._loader)
-
-    def _sharded_by(self, shard: RankShard) -> ShardedBatches:
-        if not (self._once and self._taken):
-            self._sharding = ShardedBatches(shard)
-        return self._sharding
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> int | None:
         if self._streams:
@@ -351,7 +343,7 @@ class ReplayedLoader:
             return sum(length(batch) or 1 for batch in islice(rest, batches))
         return None
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._taken += 1
             yield batch
@@ -363,7 +355,7 @@ class ReplayedLoader:
         pass
 
 
-def _drawn_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
+def _draw_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches, each fetched with the random state of `stream`."""
     while True:
         with stream:

@@ -92,10 +92,10 @@ class RankShard:
         """
         samples = islice(samples, self.start, None)
         while of_all_ranks := list(islice(samples, size * self.size)):
-            mine = of_all_ranks[self.rank :: self.size]
-            if not mine or (drop_last and len(of_all_ranks) < size * self.size):
+            batch = of_all_ranks[self.rank :: self.size]
+            if not batch or (drop_last and len(of_all_ranks) < size * self.size):
                 return
-            yield mine
+            yield batch
 
 
 class OrderChecker:
@@ -118,9 +118,8 @@ class OrderChecker:
 
     def _add(self, leaf: Any) -> None:
         """Add a tensor, array or plain value to the hash; objects of other types count as equal."""
-        seen = leaf.flatten()[: self.ELEMENTS].tolist() if hasattr(leaf, "flatten") else leaf
-        known = isinstance(seen, (list, tuple, *PLAIN))
-        self._digest.update(repr(seen).encode() if known else b"?")
+        values = leaf.flatten()[: self.ELEMENTS].tolist() if hasattr(leaf, "flatten") else leaf
+        self._digest.update(repr(values).encode() if isinstance(values, (list, tuple, *PLAIN)) else b"?")
 
     def check_equal_on_ranks(self, valid: bool = True) -> None:
         """Raise DistributedError if the hash differs from those of the other ranks. Collective.
@@ -154,9 +153,9 @@ class ShardedBatches:
     def select(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's part of each batch, if it has one."""
         for batch in batches:
-            mine = self.part(batch)
-            if mine is not None:
-                yield mine
+            rows = self.part(batch)
+            if rows is not None:
+                yield rows
 
     def part(self, batch: Any) -> Any:
         """Return this rank's rows of a batch, or None if it has none.
@@ -186,7 +185,7 @@ def sharded_indices(loader: Any, shard: RankShard, order: OrderChecker) -> Itera
     """Return the indices, or lists of indices, of this rank's shard of what the loader's sampler draws."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if shard.has_all_samples:
-        return map(_copied, sampler)
+        return map(_copy_list, sampler)
     if loader.batch_sampler is None:
         return shard.select(order.observe(sampler))
     if loader.batch_size is None:  # a custom batch sampler
@@ -195,7 +194,7 @@ def sharded_indices(loader: Any, shard: RankShard, order: OrderChecker) -> Itera
     return shard.batches(order.observe(sampler.sampler), loader.batch_size, loader.drop_last)
 
 
-def _copied(indices: Any) -> Any:
+def _copy_list(indices: Any) -> Any:
     """Copy a list of indices: some samplers modify a list after they have yielded it."""
     return list(indices) if isinstance(indices, list) else indices
 
