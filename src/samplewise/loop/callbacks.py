@@ -339,8 +339,9 @@ class LayerGradNorms:
             gradient = parameter.grad
             if gradient is not None:
                 norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
-                whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if it is sharded
-                norms[name] = whole.float().to(trainer.device)
+                if hasattr(norm, "full_tensor"):  # a DTensor, if the parameter is sharded
+                    norm = norm.full_tensor()
+                norms[name] = norm.float().to(trainer.device)
         if norms:
             values = torch.stack(list(norms.values())).tolist()
             trainer.write("layers", update=done, norms=_by_layer(dict(zip(norms, values, strict=True))))

@@ -33,16 +33,16 @@ PATIENCE = 2.0  # seconds of waiting for the loader, after which a notice may be
 class LossMeter:
     """Mean loss, samples, times and skipped updates, since the last log line and over the epoch.
 
-    hidden: updates are private: losses and numbers of samples are not shown
+    hides_samples: updates are private: losses and numbers of samples are not shown
     """
 
-    def __init__(self, hidden: bool = False) -> None:
+    def __init__(self, hides_samples: bool = False) -> None:
+        self.hides_samples = hides_samples
         self._line = UpdateSums()
         self._epoch = UpdateSums()
         self._recent: list[tuple[Update, float]] = []  # updates that are not in the sums yet, and their wall seconds
         self._last: Update | None = None
         self._lr: Any = None
-        self._hidden = hidden
 
     def add(self, update: Update, wall_seconds: float) -> None:
         """Add an update. `wall_seconds`: since the update before, with loading and callbacks."""
@@ -67,7 +67,7 @@ class LossMeter:
         for update, wall in recent:
             seconds += update.seconds
             wall_seconds += wall
-            if self._hidden:
+            if self.hides_samples:
                 continue
             samples += update.samples
             if update.skipped:
@@ -93,7 +93,7 @@ class LossMeter:
         sums = self._line
         self._line = UpdateSums()
         line = {"lr": lr, "skipped": sums.skipped, "seconds": sums.seconds}
-        if self._hidden:
+        if self.hides_samples:
             return line
         speeds = {
             "samples_per_second": sums.samples / sums.wall_seconds if sums.wall_seconds else 0.0,
@@ -122,7 +122,7 @@ class LossMeter:
         self._sum()
         sums = self._epoch
         self._epoch = UpdateSums()
-        loss = {} if self._hidden else {"loss": sums.mean.value()}
+        loss = {} if self.hides_samples else {"loss": sums.mean.value()}
         return {**loss, "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def peak_memory(device: torch.device) -> int | None:
 
     None on Windows without such a device.
     """
-    peak = device_function(device, "max_memory_allocated")
+    peak = None if device.type == "cpu" else device_function(device, "max_memory_allocated")
     if peak is not None:
         return peak(device)
     try:

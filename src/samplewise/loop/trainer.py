@@ -222,7 +222,7 @@ class Trainer(CheckedAttributes):
         counters = self.step.counters
         line = self._loss_meter.read()
         costs = {"phases": self._timer.read(data.seconds_waited), "memory": peak_memory(self.device)}
-        if not self.step.config.hides_samples:
+        if not self._loss_meter.hides_samples:
             line = {"samples": counters.samples, **line}
         self.write("train", epoch=self._epoch, update=counters.updates, **line, **costs)
         if self._noted_loading:

@@ -6,8 +6,8 @@ what is saved
                      out with save="trained", and their checksums
 how it is written and read
     encoding         nested state <-> JSON values and named tensors; checks of keys and types in a nested state
-    format           the files of a checkpoint: state.json, model.safetensors and one safetensors file per rank
-    sharding         which rank writes which chunk of a tensor, and how tensors are assembled
+    format           the files of a checkpoint: state.json, model.safetensors and one safetensors file per rank; which
+                     rank writes which chunk of a tensor, and how tensors are assembled
     io               writing a checkpoint atomically, also in the background; reading it
 which exist
     directory        the checkpoints of a run; `sw.load_checkpoint`

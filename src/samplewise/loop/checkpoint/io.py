@@ -26,15 +26,17 @@ from samplewise.loop.checkpoint.format import (
     MODEL_PREFIX,
     PARSE_ERRORS,
     Chunk,
+    assemble,
     check_length,
+    chunks_to_write,
     corrupt,
+    match_chunks,
     read_shard,
     read_state,
     shard_file,
     write_shard,
     write_state,
 )
-from samplewise.loop.checkpoint.sharding import assemble, chunks_to_write, match_chunks
 from samplewise.parallel.group import current_group, on_every_rank
 from samplewise.parallel.sharded_parameters import is_dtensor
 
