@@ -197,7 +197,7 @@ def test_a_live_process_elsewhere(tmp_path, hasty, monkeypatch, changes):
     monkeypatch.setattr(directory_lock, "LEASE", 60.0)  # this machine may be busy; the first heartbeat ends the wait
     holder = locked_by(tmp_path, pid=2**22, **changes)
     other = run_lock(tmp_path)
-    other._own = holder
+    other._identity = holder
     heart = threading.Thread(target=other._beat)
     heart.start()
     try:

@@ -15,7 +15,9 @@ from samplewise.loop.stopping import Duration, SingleProcessStop, stop_controlle
 
 def controller(deferred=False):
     counters = SimpleNamespace(updates=3)
-    step = SimpleNamespace(_has_deferred_samples=deferred, _consumed=0, counters=counters, _started_updates=3)
+    step = SimpleNamespace(
+        _has_deferred_samples=deferred, _consumed=0, counters=counters, _started_updates=3, privacy=None
+    )
     return stop_controller(step)
 
 
