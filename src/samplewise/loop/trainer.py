@@ -146,6 +146,7 @@ class Trainer(CheckedAttributes):
             self._session(fast_dev_run),
             self.step._slow_compile_notice(self._progress.line),
         ):
+            # Check the arguments, before files are opened and privacy is spent.
             privacy = self.step.privacy
             if privacy is not None and epochs is None and updates is None:
                 updates = privacy.plan.updates  # those that are paid for
@@ -154,6 +155,8 @@ class Trainer(CheckedAttributes):
             options = {"overfit_batches": overfit_batches is not None, "fast_dev_run": fast_dev_run}
             arguments.check_private(self.step, self.log_every, callbacks, validate, options)
             arguments.check_resume(resume, self.run)
+
+            # Open loader and run directory, and load the newest checkpoint. Callbacks may change the settings then.
             data = self._open(loader, overfit_batches, resume)
             if self.fast_dev_run:
                 until = Duration(self._epoch + 1, "ep")
@@ -162,6 +165,7 @@ class Trainer(CheckedAttributes):
             self._callbacks.emit("on_fit_start")
             self._run_state.settings.fit_started()
             self._timer.start(data.seconds_waited)
+
             self._stopping.synchronize()
             metrics: dict[str, float] = {}
             while not self._stopping.is_over(until, self._epoch):
@@ -180,6 +184,7 @@ class Trainer(CheckedAttributes):
                         metrics = self._end_epoch(data, validate)
                         self._callbacks.emit("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._stopping.synchronize()
+
             done = "fast_dev_run is done" if self.fast_dev_run else until.done()
             stop = self._stopping.stop or StopRequest(done)
             self._end(stop.reason, data)
