@@ -86,7 +86,7 @@ def check_modes(modules: Sequence[nn.Module]) -> None:
     """
     roots = zip((MODEL, "loss"), modules, strict=False)
     named = [(f"{root}.{name}".rstrip("."), module) for root, top in roots for name, module in top.named_modules()]
-    asleep = [path for path, module in named if not module.training and not _is_meant(module)]
+    asleep = [path for path, module in named if not module.training and not _is_intended(module)]
     outermost = [path for path in asleep if not any(path.startswith(f"{parent}.") for parent in asleep)]
     names = ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
     if outermost:
@@ -96,7 +96,7 @@ def check_modes(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _is_meant(module: nn.Module) -> bool:
+def _is_intended(module: nn.Module) -> bool:
     """True if eval mode is intended: for a BatchNorm layer, and if the module has parameters and all are frozen."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return True

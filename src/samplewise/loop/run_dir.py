@@ -115,13 +115,6 @@ class RunDirectory:
         if type(version) is not int or version != RUN_VERSION:
             raise CheckpointError(other_version(path, version, RUN_VERSION))
 
-    def _open_checkpoints(self) -> Checkpoints:
-        if self._checkpoints is None:
-            raise CheckpointError(
-                "checkpoints can be saved only while fit runs; found no running fit. Call save from a callback."
-            )
-        return self._checkpoints
-
     def check(self, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
         """Raise if the state could not be saved, before the training starts."""
         io.check({**state, "per_rank": [rank_state]})
@@ -144,7 +137,11 @@ class RunDirectory:
 
         state: receives the length of the log in bytes and returns the state, and that of this rank.
         """
-        checkpoints = self._open_checkpoints()
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            raise CheckpointError(
+                "checkpoints can be saved only while fit runs; found no running fit. Call save from a callback."
+            )
         on_every_rank(self._lock.verify)
         current, rank_state = state(0 if self._log is None else self._log.position())
         if self._writer is None:

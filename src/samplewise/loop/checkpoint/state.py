@@ -111,12 +111,18 @@ class RunState:
                 "epochs: ModelCheckpoint(every='100up')."
             )
         parts = self._parts()
-        states = on_every_rank(lambda: {name: _part_state(part) for name, part in parts.items()})
+        # With several ranks, the state of the step omits the open window: each rank has its part of it.
+        window = not current_group().distributed
+        states = on_every_rank(
+            lambda: {
+                name: step._state_dict(window=window) if part is step else part.state_dict()
+                for name, part in parts.items()
+            }
+        )
         states |= self.model_state()
         rank_state = {"random": RandomState().state_dict()}
         if compiling := step._rank_state():
             rank_state["compiling"] = compiling
-        # The part of this rank in an open window of several ranks.
         if current_group().distributed and current_group().all_reduce_scalars(step._has_pending_samples)[0]:
             rank_state["window"] = step._window_state()
         position = loader.state(step._consumed)
@@ -176,13 +182,6 @@ class RunState:
 def savable(step: Step) -> bool:
     """Return True if no rank holds samples that cannot be saved. Collective."""
     return not current_group().all_reduce_scalars(step._has_deferred_samples)[0]
-
-
-def _part_state(part: Any) -> Any:
-    """Return the state dict of a part. With several ranks, that of a Step omits the open window, see `per_rank`."""
-    if isinstance(part, Step):
-        return part._state_dict(window=not current_group().distributed)
-    return part.state_dict()
 
 
 def _class_names(parts: Mapping[str, Any]) -> dict[str, str]:
