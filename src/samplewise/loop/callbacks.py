@@ -350,14 +350,14 @@ class LayerGradNorms:
             trainer.write("note", update=done, text=NO_GRADIENTS)
 
 
-def _by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
+def _by_layer(norms: dict[str, float]) -> dict[str, float]:
     """Return the joint norm of the parameters of each module.
 
-    If there are more than `most` modules, they are merged into the modules that contain them.
+    If there are more than MOST_LAYERS modules, they are merged into the modules that contain them.
     """
     modules = {name: name.split(".")[:-1] for name in norms}
     depth = max(map(len, modules.values()))
-    while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > most:
+    while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > MOST_LAYERS:
         depth -= 1
     squares: dict[str, float] = defaultdict(float)
     for name, path in modules.items():

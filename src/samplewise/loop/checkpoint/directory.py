@@ -102,7 +102,7 @@ def _final(path: Path) -> Path:
 
 
 class Checkpoints:
-    """Directory of checkpoints that keeps the newest `keep` of them, 2 by default, and those in `protect`.
+    """Directory of checkpoints that keeps the newest `keep` of them, 2 by default.
 
     Only one run at a time may use it: a checkpoint that another run is writing looks like that of an interrupted save.
     """
@@ -112,7 +112,6 @@ class Checkpoints:
             raise ValueError(f"keep must be at least 1, the newest checkpoint; found {keep}.")
         self.directory = Path(directory)
         self.keep = keep
-        self.protect: set[Path] = set()
         # Write a file, since os.access reports no problem for root, even on a read-only disk.
         probe = self.directory / f".{uuid.uuid4().hex[:8]}{PARTIAL}"
         try:
@@ -154,13 +153,11 @@ class Checkpoints:
         return [path for _, path in newest_first(self.directory)]
 
     def remove_older_than(self, update: int) -> None:
-        """Remove checkpoints before `update`, except the newest `keep - 1` of them and those in `protect`."""
+        """Remove checkpoints before `update`, except the newest `keep - 1` of them."""
         # Later checkpoints stay: they may still be needed after a run was resumed from an earlier one.
         older = [path for number, path in newest_first(self.directory) if number < update]
-        protected = {path.resolve() for path in self.protect}
         for path in older[self.keep - 1 :]:
-            if path.resolve() not in protected:
-                _remove(path, io.remove_checkpoint)
+            _remove(path, io.remove_checkpoint)
 
     def _remove_leftovers(self) -> None:
         """Remove what interrupted saves have left, except the only copy of a checkpoint that was being replaced."""

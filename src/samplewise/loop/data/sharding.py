@@ -140,12 +140,10 @@ class OrderChecker:
 class ShardedBatches:
     """Sharding of batches that are the same on all ranks: each is reduced to this rank's rows."""
 
-    def __init__(self, shard: RankShard, position: int = 0, count: Any = length, pick: Any = take):
-        """position: number of samples of the epoch before the first batch.
-        count, pick: functions that return the length of a batch, and some of its rows.
-        """
+    def __init__(self, shard: RankShard, count: Any = length, pick: Any = take):
+        """count, pick: functions that return the length of a batch, and some of its rows."""
         self.shard = shard
-        self.position = position
+        self.position = 0  # number of samples of the epoch before the next batch
         self._count = count
         self._pick = pick
         self._too_small = 0  # samples of the last batch, if this rank got none of them
