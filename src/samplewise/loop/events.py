@@ -42,7 +42,7 @@ class Listeners:
     """The callbacks of a trainer, by event."""
 
     def __init__(self, callbacks: Iterable[Any], **context: Any):
-        """context: trainer, step and model, which are available in every event."""
+        """context: trainer, step and model, which are available in every event; none to check the callbacks only."""
         self.callbacks = list(callbacks)
         self._context = context
         # Methods with their context bound, and the names of the arguments of the event that each asks for.
@@ -95,6 +95,6 @@ class Listeners:
                 raise TypeError(
                     f"arguments of {kind}.{method} must be among {', '.join(available)}; found {unknown[0]!r}."
                 )
-            context = {name: self._context[name] for name in names if name in CONTEXT}
+            context = {name: value for name, value in self._context.items() if name in names}
             bound = partial(getattr(callback, method), **context) if context else getattr(callback, method)
             self._methods[method].append((bound, [name for name in names if name not in CONTEXT]))
