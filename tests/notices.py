@@ -1,4 +1,4 @@
-"""Waiting for the notices of samplewise.core.progress without sleeping."""
+"""Waiting for the notices of samplewise.core.text without sleeping."""
 
 import threading
 

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import resource
 import torch
-from samplewise.core.allocator import keep_freed_memory
+from samplewise.core.memory import keep_freed_memory
 print(keep_freed_memory())
 
 def faults():

@@ -11,8 +11,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.core.criteria import CRITERIA, Criterion
-from samplewise.core.losses import as_loss_fn, per_sample
+from samplewise.core.losses import CRITERIA, Criterion, as_loss_fn, per_sample
 
 # Torch's own word on KLDivLoss(): what it is compared with says it, not the step.
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")

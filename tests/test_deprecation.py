@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from samplewise.core.deprecation import deprecated, renamed_argument, renamed_names
+from samplewise.core.package import deprecated, renamed_argument, renamed_names
 
 ROOT = Path(__file__).parents[1]
 TWO_VERSIONS = {"since": "0.3", "removed_in": "0.5"}

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.core.memory import OverBudget, bounded, kept_for_backward
+from samplewise.core.memory import OverBudget, count_saved_bytes
 
 X = torch.ones(10, 6)  # 240 bytes
 
@@ -14,7 +14,7 @@ X = torch.ones(10, 6)  # 240 bytes
 def test_bytes_of_what_is_saved():
     """The first layer saves its input, tanh its output, which the second layer saves once more."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    with kept_for_backward(model) as kept:
+    with count_saved_bytes(model) as kept:
         out = model(X)
     assert kept.now == kept.most == 4 * (10 * 6 + 10 * 8)
     out.sum().backward()
@@ -25,7 +25,7 @@ def test_bytes_of_what_is_saved():
 
 def test_the_most_at_a_time_and_not_the_sum():
     model = nn.Linear(6, 3)
-    with kept_for_backward(model) as kept:
+    with count_saved_bytes(model) as kept:
         for rows in (2, 10, 4):
             model(torch.ones(rows, 6)).sum().backward()
     assert kept.most == 4 * 10 * 6
@@ -33,7 +33,7 @@ def test_the_most_at_a_time_and_not_the_sum():
 
 def test_what_is_saved_under_two_backward_passes_counts_until_the_last():
     w = torch.ones(6, requires_grad=True)
-    with kept_for_backward() as kept:
+    with count_saved_bytes() as kept:
         y, z = X * w, X * w
     assert kept.now == 240
     y.sum().backward()
@@ -46,21 +46,21 @@ def test_weights_and_buffers_are_not_counted():
     model = nn.Linear(6, 3)
     model.register_buffer("scale", torch.ones(10, 6))
     w = torch.ones(6, requires_grad=True)
-    with kept_for_backward(model) as kept:
+    with count_saved_bytes(model) as kept:
         _ = model.weight * 2, model.scale * w
     assert kept.now == 0
 
 
 def test_a_view_of_a_data_set_counts_for_what_it_shows():
     data = torch.ones(1000, 6)
-    with kept_for_backward() as kept:
+    with count_saved_bytes() as kept:
         _out = data[:10] * torch.ones(10, 1, requires_grad=True)
     assert kept.now == 240
 
 
 def test_a_checkpointed_block_is_computed_again():
     model = nn.Sequential(nn.Linear(6, 100), nn.Tanh(), nn.Linear(100, 1))
-    with kept_for_backward(model) as kept:
+    with count_saved_bytes(model) as kept:
         out = checkpoint(model, X, use_reentrant=False)
         out.sum().backward()
     assert kept.most < 4 * 10 * 100
@@ -69,15 +69,15 @@ def test_a_checkpointed_block_is_computed_again():
 def test_the_engine_reads_what_is_held():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     plain = sw.gradients(model(X).square().sum(1), model).norms()
-    with kept_for_backward(model):
+    with count_saved_bytes(model):
         assert torch.equal(sw.gradients(model(X).square().sum(1), model).norms(), plain)
 
 
 def test_a_bound_stops_the_forward_pass():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    with bounded(560, model):
+    with count_saved_bytes(model, budget=560):
         model(X)
-    with bounded(559, model), pytest.raises(OverBudget):
+    with count_saved_bytes(model, budget=559), pytest.raises(OverBudget):
         model(X)
 
 
@@ -85,7 +85,7 @@ def test_a_bound_stops_the_forward_pass():
 def test_a_graph_that_goes_without_a_backward_pass_is_freed(ask):
     """Some operations save what they return: held as it is, it would hold the operation, which holds it."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    with kept_for_backward(model) as kept:
+    with count_saved_bytes(model) as kept:
         losses = model(X).square().sum(1)
         if ask is not None:
             ask(sw.gradients(losses, model))
@@ -101,5 +101,5 @@ def test_second_derivatives_through_what_is_held():
         return torch.autograd.grad(slope.square().sum(), w)[0]
 
     plain = curvature()
-    with kept_for_backward():
+    with count_saved_bytes():
         assert torch.equal(curvature(), plain)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from samplewise.core import progress
+from samplewise.core import text as progress
 
 
 @pytest.fixture

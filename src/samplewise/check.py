@@ -13,17 +13,8 @@ from torch.utils.data import DataLoader
 
 from samplewise.core.batches import copied, keep_whole, map_leaves
 from samplewise.core.closure_state import CallSnapshot, state_restored
-from samplewise.core.constants import constants_of
-from samplewise.core.losses import (
-    RANDOM,
-    LossFn,
-    as_loss_fn,
-    changed_by_exchange,
-    changed_by_order,
-    loss_alone,
-    per_sample,
-    why_not_alone,
-)
+from samplewise.core.comparisons import RANDOM, changed_by_exchange, changed_by_order, loss_alone, why_not_alone
+from samplewise.core.losses import LossFn, as_loss_fn, constants_of, per_sample
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.engine.gradients import gradients

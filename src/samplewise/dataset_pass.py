@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from samplewise.core.progress import with_progress
+from samplewise.core.text import with_progress
 from samplewise.engine.ownership.independence import storage_of
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
@@ -80,40 +80,40 @@ def check_train_and_queries(train: Iterable[Any], queries: Iterable[Any]) -> Non
 
 
 def map_over_ranks(
-    compute: Callable[[Any], Result], loader: Iterable[Any], what: str | None = None
+    compute: Callable[[Any], Result], loader: Iterable[Any], title: str | None = None
 ) -> Iterator[Result]:
     """Yield compute(batch) for each batch, in order, on every rank. Rank r computes batches r, r + size, ...
 
     Results of several ranks are exchanged with pickle; they should be small, and on the CPU. Every rank must pass the
     same loader and exhaust the iterator. If `compute` raises on a rank, all ranks raise.
 
-    what: name of the pass, whose progress is shown on stderr; default: nothing is shown
+    title: name of the pass, whose progress is shown on stderr; default: nothing is shown
     """
     check_has_all_samples(loader)
-    batches = iter(_with_progress(loader, what))
+    batches = iter(_with_progress(loader, title))
     while turn := list(islice(batches, collectives.size())):
         share = turn[collectives.rank() : collectives.rank() + 1]  # empty if the last turn has fewer batches than ranks
         results = on_every_rank(lambda share=share: [compute(batch) for batch in share])  # type: ignore[misc]
         yield from (result for results in collectives.all_gather_object(results) for result in results)
 
 
-def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tuple[int, Any]]:
+def share_of_rank(loader: Iterable[Any], title: str | None = None) -> Iterator[tuple[int, Any]]:
     """Yield (number, batch) of the batches of this rank: r, r + size, ... Every rank must pass the same loader.
 
-    what: as in `map_over_ranks`
+    title: as in `map_over_ranks`
     """
     check_has_all_samples(loader)
     if collectives.size() > 1:
         check_order(loader, "Use shuffle=False, so that all ranks have the same batches.")
     return (
         (number, batch)
-        for number, batch in enumerate(_with_progress(loader, what))
+        for number, batch in enumerate(_with_progress(loader, title))
         if number % collectives.size() == collectives.rank()
     )
 
 
-def _with_progress(loader: Iterable[Any], what: str | None) -> Iterable[Any]:
-    return loader if what is None or collectives.rank() else with_progress(loader, f"{what}, batches")
+def _with_progress(loader: Iterable[Any], title: str | None) -> Iterable[Any]:
+    return loader if title is None or collectives.rank() else with_progress(loader, f"{title}, batches")
 
 
 def check_has_all_samples(loader: Iterable[Any]) -> None:

@@ -8,9 +8,9 @@ from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.trak import trak as trak
 from samplewise.check import check as check
-from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
-from samplewise.core.constants import batch_constants as batch_constants
-from samplewise.core.memory import auto as auto
+from samplewise.core.losses import batch_constants as batch_constants
+from samplewise.core.microbatch import auto as auto
+from samplewise.core.modes import freeze_batchnorm as freeze_batchnorm
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale
@@ -45,7 +45,7 @@ from samplewise.loop import callbacks as callbacks
 from samplewise.loop import loggers as loggers
 from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import already_sharded as already_sharded
-from samplewise.loop.fit_result import FitResult as FitResult
+from samplewise.loop.stopping import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from samplewise.core.batches import check_loader, copied, cut, keep_whole, length
 from samplewise.core.closure_state import CallSnapshot
-from samplewise.core.constants import constants_of, difference_of_slice
-from samplewise.core.losses import LossFn, as_loss_fn, per_sample
-from samplewise.core.memory import Microbatch, as_microbatch, bounded
-from samplewise.core.microbatch import Halving, MicrobatchSize, memory_budget
+from samplewise.core.comparisons import difference_of_slice
+from samplewise.core.losses import LossFn, as_loss_fn, constants_of, per_sample
+from samplewise.core.memory import count_saved_bytes
+from samplewise.core.microbatch import Halving, Microbatch, MicrobatchSize, as_microbatch, memory_budget
 from samplewise.core.state import eval_mode
 from samplewise.engine.arguments import check_attached, check_model
 from samplewise.engine.gradients import Gradients, gradients
@@ -71,7 +71,8 @@ class Scanner:
             stop = min(start + (self._size.size or total), total)
             microbatch = batch
             if (start, stop) != (0, total):
-                self._compare_slice(batch, start, stop)
+                if not self._compared:
+                    self._compare_slice(batch, start, stop)
                 microbatch = cut(batch, start, stop)
             losses = self._losses_within_budget(microbatch, stop - start)
             if losses is not None:
@@ -82,15 +83,11 @@ class Scanner:
         return gradients(losses, self._model, strategy=self._strategy)
 
     def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
-        """In the first slice, raise BatchError if an entry that is not per sample has as many rows as there are
-        samples.
-        """
-        if self._compared:
-            return
+        """Raise BatchError if an entry that is not per sample has as many rows as there are samples."""
         self._compared = True
 
-        def compute(some: Any) -> Tensor:
-            return per_sample(self._loss_fn(self._model, copied(some)))[0]
+        def compute(batch: Any) -> Tensor:
+            return per_sample(self._loss_fn(self._model, copied(batch)))[0]
 
         state = CallSnapshot([self._loss_fn], [self._model])
         try:
@@ -110,6 +107,6 @@ class Scanner:
         if self._size.budget is None or samples == 1:  # a single sample has no budget: it cannot be cut
             return self._losses(microbatch)
         state = CallSnapshot([self._loss_fn], [self._model], [microbatch])
-        with Halving(self._size, state.restore, samples), bounded(self._size.budget, self._model):
+        with Halving(self._size, state.restore, samples), count_saved_bytes(self._model, budget=self._size.budget):
             return self._losses(microbatch)
         return None

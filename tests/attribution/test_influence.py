@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.core import progress
+from samplewise.core import text as progress
 
 
 @pytest.mark.parametrize("microbatch", ["auto", 2, sw.auto(memory=500)])

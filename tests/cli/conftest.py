@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from samplewise.core import progress
+from samplewise.core import text as progress
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
 from samplewise.check import Check, ParameterCheck
 from samplewise.cli import recipe_check
-from samplewise.core import progress
+from samplewise.core import text as progress
 from samplewise.diagnostics import profile
 from samplewise.step.compiled import CannotCompile, program_cache
 

@@ -13,7 +13,7 @@ from torch import nn
 from zoo import CASES
 
 from samplewise.cli import zoo
-from samplewise.core import progress
+from samplewise.core import text as progress
 from samplewise.engine.rules import RULES, Rule, broadcast
 from samplewise.testing.case import Case, noise, squared_loss
 from samplewise.testing.runner import PRECISIONS

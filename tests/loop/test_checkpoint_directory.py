@@ -600,18 +600,6 @@ def test_going_back_keeps_what_was_just_saved_and_what_came_later(tmp_path):
     assert updates(checkpoints) == [6, 7, 10, 20]
 
 
-def test_protect_however_the_path_is_spelt(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.protect = {checkpoints.save({}, 0), tmp_path.relative_to(tmp_path) / "update-000000001.ckpt"}
-    for update in range(1, 5):
-        checkpoints.save({}, update)
-    assert updates(checkpoints) == [0, 1, 4]
-    checkpoints.protect.clear()
-    checkpoints.save({}, 5)
-    assert updates(checkpoints) == [5]
-
-
 def test_other_files_are_left_alone(tmp_path):
     others = ["notes.txt", "update-000000001.ckpt.bak", "update-1.ckpt", "update-000000abc.ckpt", ".hidden"]
     for name in others:
@@ -693,7 +681,7 @@ import sys, torch
 from pathlib import Path
 from samplewise.loop.checkpoint import io
 path = Path({str(tmp_path)!r}) / "a.ckpt"
-io.write(path, {{"model": {{"weight": torch.ones(3)}}}}, own={{"random": torch.get_rng_state()}})
+io.write(path, {{"model": {{"weight": torch.ones(3)}}}}, rank_state={{"random": torch.get_rng_state()}})
 io.read(path)
 print("torch.distributed.checkpoint" in sys.modules)
 """

@@ -9,7 +9,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.loop.callbacks import LRMonitor, ModelCheckpoint
-from samplewise.loop.durations import Duration, interval
+from samplewise.loop.stopping import Duration, interval
 
 
 class Saves:

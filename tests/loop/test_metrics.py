@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samplewise as sw
-from samplewise.loop.metrics import accuracy
+from samplewise.loop.evaluation import accuracy
 
 
 def test_half_precision_does_not_stop_counting():

@@ -197,7 +197,7 @@ def test_a_live_process_elsewhere(tmp_path, hasty, monkeypatch, changes):
     monkeypatch.setattr(directory_lock, "LEASE", 60.0)  # this machine may be busy; the first heartbeat ends the wait
     holder = locked_by(tmp_path, pid=2**22, **changes)
     other = run_lock(tmp_path)
-    other._own = holder
+    other._identity = holder
     heart = threading.Thread(target=other._beat)
     heart.start()
     try:
@@ -221,7 +221,7 @@ def test_a_dead_process_elsewhere(tmp_path, hasty, changes, seconds):
 def test_waiting_for_a_sign_of_life_is_announced(tmp_path, hasty, monkeypatch, capfd):
     shows_life = DirectoryLock._shows_life
     monkeypatch.setattr(DirectoryLock, "_shows_life", lambda *given: wait_for_notices() or shows_life(*given))
-    monkeypatch.setattr("samplewise.core.progress.PATIENCE", 0.0)
+    monkeypatch.setattr("samplewise.core.text.PATIENCE", 0.0)
     monkeypatch.setattr(directory_lock, "LEASE", 1.0)
     locked_by(tmp_path, host="other", machine="other")
     assert trains(tmp_path)
@@ -360,7 +360,7 @@ def test_a_lost_lock_ends_the_training_before_a_line_of_the_log(tmp_path, hasty)
     class Loses:
         def on_update(self, trainer):
             (tmp_path / "run.lock").unlink(missing_ok=True)
-            while not trainer._files._lock._lost:  # until the next heartbeat
+            while not trainer._files._lock.is_lost:  # until the next heartbeat
                 time.sleep(0.01)
 
     with pytest.raises(CheckpointError, match=LOST):

@@ -10,13 +10,14 @@ from small import X, Y, loss_fn, make, parameters
 import samplewise as sw
 from samplewise.errors import LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
-from samplewise.loop.durations import Duration
-from samplewise.loop.stopping import SingleProcessStop, stop_controller
+from samplewise.loop.stopping import Duration, SingleProcessStop, stop_controller
 
 
 def controller(deferred=False):
     counters = SimpleNamespace(updates=3)
-    step = SimpleNamespace(_has_deferred_samples=deferred, _consumed=0, counters=counters, _started_updates=3)
+    step = SimpleNamespace(
+        _has_deferred_samples=deferred, _consumed=0, counters=counters, _started_updates=3, privacy=None
+    )
     return stop_controller(step)
 
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.core import progress
+from samplewise.core import text as progress
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.checkpoint.io import read
-from samplewise.loop.metrics import accuracy
-from samplewise.loop.progress import make_display
+from samplewise.loop.evaluation import accuracy
+from samplewise.loop.meters import make_display
 from samplewise.step.compiled import CannotCompile, program_cache
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))

@@ -15,10 +15,9 @@ from samplewise.attribution.curvature import Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac_fit import fit
 from samplewise.attribution.sampled_labels import SampledLoss
 from samplewise.core.batches import check_loader
-from samplewise.core.constants import same_constants
 from samplewise.core.files import absolute, read_tensors, write_tensors
-from samplewise.core.losses import LossFn, as_loss_fn
-from samplewise.core.memory import Microbatch
+from samplewise.core.losses import LossFn, as_loss_fn, same_constants
+from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.core.text import listed
 from samplewise.dataset_pass import check_repeatable

@@ -24,9 +24,8 @@ from samplewise.attribution.blocks import (
     with_zeros,
 )
 from samplewise.core.batches import keep_whole, length, take
-from samplewise.core.constants import constants_of
-from samplewise.core.losses import LossFn
-from samplewise.core.memory import Microbatch
+from samplewise.core.losses import LossFn, constants_of
+from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import RandomState
 from samplewise.dataset_pass import share_of_rank
 from samplewise.engine.arguments import wanted_parameters, wide_dtype

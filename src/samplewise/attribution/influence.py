@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samplewise.attribution.curvature import Curvature, checked_damping
 from samplewise.attribution.inner_products import InnerProduct, Parts, inner_product_of
 from samplewise.core.losses import LossFn
-from samplewise.core.memory import Microbatch
+from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.dataset_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
 from samplewise.engine.gradients import Gradients

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from samplewise.attribution.outputs import OutputFn, outputs_and_weights
 from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.batches import cut, length
-from samplewise.core.constants import same_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import sha256
-from samplewise.core.losses import LossFn
-from samplewise.core.memory import Microbatch
+from samplewise.core.losses import LossFn, same_constants
+from samplewise.core.microbatch import Microbatch
 from samplewise.engine.gradients import project
 from samplewise.engine.quantities import Projection
 from samplewise.errors import StoreError

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samplewise.core.losses import LossFn, per_sample
-from samplewise.core.predictions import IGNORE_INDEX
+from samplewise.core.losses import IGNORE_INDEX, LossFn, per_sample
 from samplewise.errors import LossesError
 
 REMEDY = (

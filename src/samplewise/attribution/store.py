@@ -43,14 +43,12 @@ from samplewise.attribution.rows_file import (
     read_index,
 )
 from samplewise.attribution.scoring import CHUNK, Kernels, largest
-from samplewise.core.constants import with_constants
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import absolute, write_json
-from samplewise.core.losses import LossFn
-from samplewise.core.memory import Microbatch
-from samplewise.core.progress import progress
+from samplewise.core.losses import LossFn, with_constants
+from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
-from samplewise.core.text import listed, plural
+from samplewise.core.text import listed, plural, progress
 from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.quantities import Projection

@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from samplewise.attribution.methods import Method, Scores, Task
 from samplewise.attribution.ordered_samples import OrderedBatches, OrderedSamples, unknown_sampler
 from samplewise.attribution.trained_models import TrainedModel, run_settings
-from samplewise.core.losses import as_loss_fn, per_sample
-from samplewise.core.predictions import IGNORE_INDEX, prediction_columns
-from samplewise.core.progress import progress
+from samplewise.core.losses import IGNORE_INDEX, as_loss_fn, per_sample, prediction_columns
 from samplewise.core.state import eval_mode
-from samplewise.core.text import plural
+from samplewise.core.text import plural, progress
 from samplewise.errors import BatchError, CheckpointError, NonFiniteGradientError
 from samplewise.ledger.previews import preview
-from samplewise.loop.evaluation import check_one_per_sample
-from samplewise.loop.metrics import OutputRecorder, Target
+from samplewise.loop.evaluation import OutputRecorder, Target, check_one_per_sample
 
 QUERY_NUMBERS = 2**28  # of gradients of a batch of queries, which EK-FAC holds as rows
 RULES = ("wrong", "worst")

@@ -17,7 +17,7 @@ from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.directory import FOLDER, newest_first
 from samplewise.loop.checkpoint.format import STATE_FILE
-from samplewise.loop.checkpoint.frozen_params import check_frozen, with_frozen
+from samplewise.loop.checkpoint.resume_settings import check_frozen, with_frozen
 
 NEEDED = ("model", "frozen", "loss", "meters", "trainer")  # of the state in a checkpoint
 

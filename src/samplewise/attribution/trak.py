@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from samplewise.attribution.curvature import checked_damping
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
-from samplewise.core.memory import Microbatch
+from samplewise.core.microbatch import Microbatch
 from samplewise.dataset_pass import check_train_and_queries
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_rank_zero

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
 from samplewise.diagnostics.profile import interleaved_seconds
-from samplewise.loop.metrics import accuracy
+from samplewise.loop.evaluation import accuracy
 
 WRONG_SHARE = 0.1  # of labels that are made wrong
 EPOCHS = 12

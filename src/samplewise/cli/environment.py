@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from samplewise.core.devices import accelerator, device_name
+from samplewise.core.memory import accelerator, device_name
 from samplewise.core.package import UNKNOWN, installed_version
 
 OMITTED = ("demo", "dev")  # extras that consist of others, and of the tools of the tests

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from samplewise.cli.recipe_source import RecipeError, read_definitions, read_source
 from samplewise.core.batches import check_loader
-from samplewise.core.signatures import accepts
+from samplewise.core.validate import accepts
 from samplewise.errors import BatchError, LossesError, SamplewiseError
 from samplewise.integrations.transformers_losses import ModelLoss, computes_its_loss
 from samplewise.loop.events import Listeners

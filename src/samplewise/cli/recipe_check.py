@@ -24,10 +24,9 @@ from samplewise.cli.recipe import Recipe
 from samplewise.cli.recipe_source import RecipeError
 from samplewise.cli.stdio import slow_notice
 from samplewise.core.batches import cut, keep_whole, length, to_device
-from samplewise.core.batchnorm import mixing_batch_norms
-from samplewise.core.constants import constants_of
-from samplewise.core.losses import as_loss_fn, per_sample
+from samplewise.core.losses import as_loss_fn, constants_of, per_sample
 from samplewise.core.memory import free_memory
+from samplewise.core.modes import mixing_batch_norms
 from samplewise.core.state import random_state_restored
 from samplewise.core.text import listed, plural
 from samplewise.diagnostics import profile

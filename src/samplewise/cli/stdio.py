@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from samplewise.core.progress import notify_if_slow
+from samplewise.core.text import notify_if_slow
 
 CLOSED_PIPE = 141  # exit code: 128 + SIGPIPE, as shells report it
 

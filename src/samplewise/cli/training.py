@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from samplewise.cli.arguments import bad_parameters, device_named
 from samplewise.cli.recipe import Recipe
 from samplewise.cli.train import PrivateOptions
-from samplewise.core.criteria import as_criterion
 from samplewise.core.files import absolute
+from samplewise.core.losses import as_criterion
 from samplewise.core.state import RandomState, seed_everything
 from samplewise.core.text import plural
 from samplewise.errors import BatchError
@@ -29,7 +29,7 @@ from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.previews import indexed_items
 from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, without_id
 from samplewise.loop.data.adapters import is_map_style, loader_with
-from samplewise.loop.fit_result import FitResult
+from samplewise.loop.stopping import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import collectives, launch
 from samplewise.privacy.privacy import Privacy

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 import typer
 
-from samplewise.core.progress import with_progress
-from samplewise.core.text import render
+from samplewise.core.text import render, with_progress
 from samplewise.testing.cases import CASES
 from samplewise.testing.runner import (
     NOT_RUN,

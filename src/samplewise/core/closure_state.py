@@ -128,17 +128,22 @@ class CallSnapshot:
         self._buffers.remember()
         self._random_state = RandomState()
         submodules = submodules_of(modules)
-        reachable = Reachable(roots_of(functions, submodules), known=submodules)
+        reachable = Reachable(roots_of(functions, submodules), excluded=submodules)
         batches = list(batches)
         self._variables = [(variable, variable.read()) for variable in reachable.variables]
         # Buffers that a call adds: those that were there before are in `self._buffers`.
         attributes = [d for m in submodules for d in (vars(m), m._buffers, m._non_persistent_buffers_set)]
         containers = (*attributes, *reachable.containers, *reachable.sized, *_containers_in(batches))
         self._containers = [ContainerSnapshot(container) for container in containers]
-        self._arrays = [(values, copy(values)) for values in reachable.arrays if _is_writable(values)]
+
+        def writable(values: Any) -> bool:
+            return isinstance(values, (bytearray, array)) or getattr(getattr(values, "flags", None), "writeable", False)
+
+        self._arrays = [(values, copy(values)) for values in reachable.arrays if writable(values)]
         self._generators = [GeneratorSnapshot(generator) for generator in reachable.generators]
-        others = [t for t in reachable.tensors if not isinstance(t, nn.Parameter)]
-        tensors = {id(t): t for t in (*others, *_tensors_in(batches))}.values()
+        reached = [t for t in reachable.tensors if not isinstance(t, nn.Parameter)]
+        in_batches = [leaf for batch in batches for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+        tensors = {id(t): t for t in (*reached, *in_batches)}.values()
         self._tensors = [TensorSnapshot(t, copies_large or t.numel() <= SMALL) for t in tensors]
         self.caches = reachable.caches
         self.iterators = [value for value in reachable.opaque if hasattr(type(value), "__next__")]
@@ -187,10 +192,6 @@ def roots_of(functions: Iterable[Any], submodules: Iterable[nn.Module]) -> list[
     return [*functions, *values, *kinds]
 
 
-def _is_writable(values: Any) -> bool:
-    return isinstance(values, (bytearray, array)) or getattr(getattr(values, "flags", None), "writeable", False)
-
-
 def _holds(variable: Variable, value: Any) -> bool:
     try:
         return variable.read() is value
@@ -214,11 +215,6 @@ def _containers_in(batch: Any) -> Iterator[Any]:
         inside = [*getattr(batch, "__dict__", {}).values()] if is_dataclass(batch) else []
     for item in inside:
         yield from _containers_in(item)
-
-
-def _tensors_in(batches: Iterable[Any]) -> Iterator[Tensor]:
-    for batch in batches:
-        yield from (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from samplewise.core.progress import notify_if_slow
+from samplewise.core.text import notify_if_slow
 from samplewise.errors import SamplewiseError
 
 HEARTBEAT = 10.0  # seconds between two updates of the modification time
@@ -80,8 +80,8 @@ class LockHolder:
         return json.dumps(asdict(self)).encode()
 
     def __str__(self) -> str:
-        own = "this process, " if self.pid == os.getpid() and self.machine == _machine() else ""
-        return f"{own}process {self.pid} on host {self.host!r}, since {self.since}"
+        prefix = "this process, " if self.pid == os.getpid() and self.machine == _machine() else ""
+        return f"{prefix}process {self.pid} on host {self.host!r}, since {self.since}"
 
 
 @dataclass(frozen=True)
@@ -119,41 +119,38 @@ class DirectoryLock:
         self._user = user
         self._remedy = remedy
         self._error = error
-        self._own: LockHolder | None = None
-        self._lost = False
+        self._identity: LockHolder | None = None
+        self.is_lost = False  # a heartbeat has found that the lock file no longer names this process
         self._released = threading.Event()
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> None:
         """Create the lock file; raise an error that names the holder if another process holds it."""
-        own = LockHolder.this_process()
-        _held.add(own.token)
+        identity = LockHolder.this_process()
+        _held.add(identity.token)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._claim(own)
+            self._claim(identity)
         except BaseException as why:
-            _held.discard(own.token)
+            _held.discard(identity.token)
             if not isinstance(why, OSError):
                 raise
             raise self._error(
                 f"{self._directory} must be a directory that can be written to; found: {why}. "
                 "Use another directory, or fix its permissions."
             ) from why
-        self._own = own
-        self._lost = False
+        self._identity = identity
+        self.is_lost = False
         self._released = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"samplewise {self._path.name}", daemon=True)
         self._heart.start()
 
     def verify(self) -> None:
         """Read the lock file, and raise an error if it no longer names this process."""
-        if self._own is not None:
-            self._touch(self._own)
-            self.check()
-
-    def check(self) -> None:
-        """Raise an error if the last heartbeat found that the lock is lost. Reads no file."""
-        if self._lost:
+        if self._identity is None:
+            return
+        self._touch(self._identity)
+        if self.is_lost:
             raise self._error(
                 f"a {self._user} must hold the lock of its {self._place} until it ends; found that {self._path} no "
                 f"longer names process {os.getpid()}, so another {self._user} may have written to the directory. "
@@ -163,17 +160,17 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Remove the lock file if this process holds it. May be called twice, and without `acquire`."""
-        own = self._own
-        if own is None or own.pid != os.getpid():  # in a forked child
+        identity = self._identity
+        if identity is None or identity.pid != os.getpid():  # in a forked child
             return
-        self._own = None
+        self._identity = None
         self._released.set()
         if self._heart is not None:
             self._heart.join()
-        _held.discard(own.token)
+        _held.discard(identity.token)
         with suppress(OSError):  # a file that stays is taken over later, as that of a dead process
-            found = LockFile.read(self._path)
-            if found is not None and LockHolder.parse(found.content) == own:
+            current = LockFile.read(self._path)
+            if current is not None and LockHolder.parse(current.content) == identity:
                 self._path.unlink()
 
     def __enter__(self) -> DirectoryLock:
@@ -185,35 +182,35 @@ class DirectoryLock:
 
     # --- acquiring -------------------------------------------------------------------------------------------------
 
-    def _claim(self, own: LockHolder) -> None:
+    def _claim(self, identity: LockHolder) -> None:
         for _ in range(ATTEMPTS):
-            if _create(self._path, own.encode()):
+            if _create(self._path, identity.encode()):
                 return
-            found = LockFile.read(self._path)
-            if found is None:  # released in the meantime
+            current = LockFile.read(self._path)
+            if current is None:  # released in the meantime
                 time.sleep(POLL)
                 continue
-            holder = LockHolder.parse(found.content)
-            if self._is_held(found, holder):
+            holder = LockHolder.parse(current.content)
+            if self._is_held(current, holder):
                 raise self._error(
                     f"a {self._place} must be used by one {self._user} at a time; found that {self._directory} is in "
                     f"use by {holder}. Wait until that {self._user} has ended or stop it, or choose another directory."
                 )
-            if self._take_over(found, own):
+            if self._take_over(current, identity):
                 return
         raise FileExistsError(f"{self._path} can be neither read as a lock file nor created")
 
-    def _is_held(self, found: LockFile, holder: LockHolder | None) -> bool:
+    def _is_held(self, current: LockFile, holder: LockHolder | None) -> bool:
         if holder is None:
-            self._shows_life(found, SETTLING)
+            self._shows_life(current, SETTLING)
             return False
         alive = _is_alive(holder)
         if alive is not None:
             return alive
-        left = LEASE - (_now(self._path) - found.modified) / 1e9
+        remaining = LEASE - (_now(self._path) - current.modified) / 1e9
         notice = f"waiting up to {LEASE:.0f} s for a heartbeat of {holder}, which holds {self._path}"
         with notify_if_slow(lambda line: print(line, file=sys.stderr, flush=True), notice):
-            return self._shows_life(found, min(left, LEASE))
+            return self._shows_life(current, min(remaining, LEASE))
 
     def _shows_life(self, before: LockFile, seconds: float) -> bool:
         """Return True if the holder updates the modification time within `seconds`.
@@ -230,12 +227,12 @@ class DirectoryLock:
                 return True
         return False
 
-    def _take_over(self, stale: LockFile, own: LockHolder) -> bool:
+    def _take_over(self, stale: LockFile, identity: LockHolder) -> bool:
         """Replace a dead holder's lock, if it is still there and no other process is doing so."""
         guard = self._path.with_name(f".{self._path.name}.takeover")
         if not _create(guard, b""):
-            other = LockFile.read(guard)
-            if other is not None and _now(self._path) - other.modified > LEASE * 1e9:  # its process was killed
+            takeover = LockFile.read(guard)
+            if takeover is not None and _now(self._path) - takeover.modified > LEASE * 1e9:  # its process was killed
                 guard.unlink(missing_ok=True)
             time.sleep(POLL)
             return False
@@ -243,7 +240,7 @@ class DirectoryLock:
             now = LockFile.read(self._path)
             if now is None or now.content != stale.content:
                 return False
-            guard.write_bytes(own.encode())
+            guard.write_bytes(identity.encode())
             os.replace(guard, self._path)
             return True
         finally:
@@ -252,15 +249,15 @@ class DirectoryLock:
     # --- holding ---------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        own = self._own
-        while own is not None and not self._released.wait(HEARTBEAT):
-            self._touch(own)
+        identity = self._identity
+        while identity is not None and not self._released.wait(HEARTBEAT):
+            self._touch(identity)
 
-    def _touch(self, own: LockHolder) -> None:
+    def _touch(self, identity: LockHolder) -> None:
         try:
-            found = LockFile.read(self._path)
-            if found is None or LockHolder.parse(found.content) != own:
-                self._lost = True
+            current = LockFile.read(self._path)
+            if current is None or LockHolder.parse(current.content) != identity:
+                self.is_lost = True
             else:
                 os.utime(self._path)  # without a time argument, so that the clock of the file server is used
         except OSError:  # the file server does not answer: the next heartbeat tries again

@@ -106,15 +106,15 @@ def read_json(path: Path, error: type[Exception], remedy: str) -> Any:
         raise error(f"{path} must be readable JSON; found {type(why).__name__}: {why}. {remedy}") from why
 
 
-def other_version(name: object, found: object, expected: int) -> str:
-    """Return one sentence for a file or directory whose format version `found` is not `expected`."""
-    if type(found) is int and found > expected:
+def other_version(name: object, version: object, expected: int) -> str:
+    """Return one sentence for a file or directory whose format version `version` is not `expected`."""
+    if type(version) is int and version > expected:
         remedy = "it was written by a newer one; upgrade with pip install --upgrade samplewise"
     else:
         remedy = "use the version that wrote it, or start a new run directory"
-    shown = repr(found)[:40] if found is not None else "none"
+    text = repr(version)[:40] if version is not None else "none"
     return (
-        f"{name} must have format version {expected}; found {shown}, which this version of samplewise does not read: "
+        f"{name} must have format version {expected}; found {text}, which this version of samplewise does not read: "
         f"{remedy}."
     )
 
@@ -162,13 +162,13 @@ _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 # --- files of tensors: safetensors, with a description in JSON; reading them runs no code ----------------------------
 
 
-def require_safetensors(what: str = "checkpoints") -> Any:
+def require_safetensors(user: str = "checkpoints") -> Any:
     """Import safetensors, or raise ImportError with the command to install it."""
     try:
         import_module("safetensors.torch")
         return import_module("safetensors")
     except ImportError:
-        raise ImportError(f"{what} need safetensors: pip install 'samplewise[train]'") from None
+        raise ImportError(f"{user} need safetensors: pip install 'samplewise[train]'") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: Any) -> None:

@@ -1,49 +1,151 @@
-"""Memory budget for tensors saved for backward, and detection of out-of-memory errors."""
+"""Accelerator and memory of this process: devices, copies between host and device, stored values of tensors, bytes
+saved for backward, out-of-memory errors, and the C library's allocator.
+
+Devices are reached through torch's device modules (torch.cuda, torch.xpu, torch.mps, …). No function but `device_name`
+initializes a device.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.devices import device_function
-from samplewise.core.tensor_storage import stored_values
+
+def accelerator() -> torch.device | None:
+    """Return the accelerator of this machine, without an index; None if there is none."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-@dataclass(frozen=True)
-class Auto:
-    """Automatic microbatch size. Made by `sw.auto`."""
-
-    memory: int | None  # budget of saved activations in bytes; None: a share of the free memory
+def device_function(device: torch.device, name: str) -> Any:
+    """Return a function of the device's module, such as torch.cuda.mem_get_info; None if it has no such function."""
+    return None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
 
 
-Microbatch = int | Literal["auto"] | Auto | None  # argument of users; None: whole batches
+def device_name(device: torch.device) -> str:
+    """Return the device with the name of its model, as in "cuda:0: NVIDIA A100", if torch knows it."""
+    name = device_function(device, "get_device_name")
+    return str(device) if name is None else f"{device}: {name(device)}"
 
 
-def auto(memory: int | None = None) -> Auto:
-    """Automatic microbatch size, for all arguments `microbatch`. Starts with the whole window or batch and halves the
-    size when memory runs out, or when the tensors saved for the backward pass exceed `memory` bytes (default: half of
-    the free memory in a `Step`, a quarter in passes over a dataset such as `sw.scan`). microbatch="auto" is the same as
-    auto().
+class DeviceGenerator:
+    """Default random generator of an accelerator, with those methods of torch.Generator that save and restore it."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def get_state(self) -> Tensor:
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def set_state(self, state: Tensor) -> None:
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+def device_generators() -> list[DeviceGenerator]:
+    """Return the generators of all devices of the accelerator; none before its first use in this process."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return []
+    module = torch.get_device_module(kind)
+    if hasattr(module, "is_initialized"):
+        in_use = module.is_initialized()
+    else:  # torch.mps
+        in_use = module.is_available() and not module._is_in_bad_fork()
+    return [DeviceGenerator(torch.device(kind.type, index)) for index in range(module.device_count() if in_use else 0)]
+
+
+def seed_devices(seed: int) -> None:
+    """Seed the generators of the accelerator; does nothing before its first use in this process."""
+    generators = device_generators()
+    if generators:
+        module = torch.get_device_module(generators[0].device)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+def empty_cache() -> None:
+    """Return the memory that the accelerator's allocator holds without using it."""
+    device = accelerator()
+    release = None if device is None else device_function(device, "empty_cache")
+    if release is not None:
+        release()
+
+
+# --- copies between host and device ----------------------------------------------------------------------------------
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device. A copy from the CPU does not wait for work queued on the device: torch copies
+    pageable memory before it returns. MPS has no such copies.
     """
-    if memory is not None and not memory > 0:
-        raise ValueError(f"memory must be a positive number of bytes; found {memory!r}.")
-    return Auto(memory)
+    from_host = tensor.device.type == "cpu" and device.type not in ("cpu", "mps")
+    return tensor.to(device, non_blocking=from_host)
 
 
-def as_microbatch(microbatch: Any) -> int | Auto | None:
-    """The argument `microbatch`, checked; "auto" becomes auto()."""
-    size = auto() if isinstance(microbatch, str) and microbatch == "auto" else microbatch
-    if size is None or isinstance(size, Auto) or (type(size) is int and size > 0):
-        return size
-    raise ValueError(f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {microbatch!r}.")
+class HostCopy:
+    """Copies of tensors on the host, started now and complete when they are read.
+
+    The host waits in `read` only for work that the device has not done yet. A device without events is read with an
+    ordinary copy, in which the host waits for all queued work.
+    """
+
+    __slots__ = ("_event", "_tensors")
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._event: Any = None
+        self._tensors = list(tensors)
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        if len(devices) != 1:
+            return
+        device = next(iter(devices))
+        module: Any = getattr(torch, device.type, None)  # such as torch.cuda; None for example for "xla"
+        if not hasattr(module, "Event"):
+            return
+        self._event = module.Event()
+        # torch copies to pinned memory, which does not block the host.
+        self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        # Recorded on the stream of the copies: the current one of this device.
+        if hasattr(module, "current_stream"):
+            self._event.record(module.current_stream(device))
+        else:
+            self._event.record()
+
+    def __reduce__(self) -> tuple[type[HostCopy], tuple[list[Tensor]]]:
+        """Copies and pickles have the values: events cannot be copied."""
+        return HostCopy, (self.read(),)
+
+    def read(self) -> list[Tensor]:
+        """The tensors on the CPU."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        self._event = None
+        self._tensors = [tensor.cpu() for tensor in self._tensors]
+        return self._tensors
+
+
+# --- stored values ---------------------------------------------------------------------------------------------------
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True for a strided tensor, False for a sparse or nested one: torch has few operations for these."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """Strided tensor with the elements that a sparse or nested tensor stores; a strided tensor itself."""
+    if is_plain(tensor):
+        return tensor
+    return tensor.detach()._values() if tensor.layout is torch.sparse_coo else tensor.detach().values()
+
+
+# --- bytes saved for backward, and their budget ----------------------------------------------------------------------
 
 
 class OverBudget(Exception):
@@ -61,20 +163,23 @@ class SavedBytes:
         self.most = 0
         self._budget = budget
         tensors = (t for m in modules for t in (*m.parameters(), *m.buffers()))
-        self._own = {stored_values(t).untyped_storage().data_ptr() for t in tensors}
+        self._parameters = {stored_values(t).untyped_storage().data_ptr() for t in tensors}
         self._places: dict[tuple[int, int], tuple[int, int]] = {}  # -> number of saved views, bytes of the largest
 
     def hold(self, x: Tensor) -> HeldTensor:
         values = stored_values(x)
         storage = values.untyped_storage()
-        if storage.data_ptr() in self._own:
+        if storage.data_ptr() in self._parameters:
             return HeldTensor(x)
         # A view of a whole dataset counts only the bytes that it covers.
         size = min(storage.nbytes(), values.numel() * values.element_size())
         place = storage.data_ptr(), int(values.storage_offset())
         holders, largest = self._places.get(place, (0, 0))
         self._places[place] = holders + 1, max(largest, size)
-        self._grow(max(0, size - largest))
+        self.now += max(0, size - largest)
+        self.most = max(self.most, self.now)
+        if self.now > self._budget:
+            raise OverBudget
         return HeldTensor(x, partial(self._release, place))
 
     def _release(self, place: tuple[int, int]) -> None:
@@ -83,12 +188,6 @@ class SavedBytes:
             self._places[place] = holders - 1, largest
         else:
             self.now -= largest
-
-    def _grow(self, size: int) -> None:
-        self.now += size
-        self.most = max(self.most, self.now)
-        if self.now > self._budget:
-            raise OverBudget
 
 
 class HeldTensor:
@@ -112,21 +211,15 @@ class HeldTensor:
 
 
 @contextmanager
-def kept_for_backward(*modules: nn.Module, budget: float = math.inf) -> Iterator[SavedBytes]:
-    """Count the bytes saved for backward inside the block, until they are freed.
+def count_saved_bytes(*modules: nn.Module, budget: float = math.inf) -> Iterator[SavedBytes]:
+    """Count the bytes saved for backward inside the block, until they are freed; raise OverBudget when they are more
+    than `budget`. Parameters and buffers of the modules are not counted.
 
     Activations in checkpointed blocks are not counted, because they are recomputed and not saved.
     """
-    kept = SavedBytes(modules, budget)
-    with torch.autograd.graph.saved_tensors_hooks(kept.hold, lambda held: held.tensor):
-        yield kept
-
-
-@contextmanager
-def bounded(budget: int, *modules: nn.Module) -> Iterator[None]:
-    """Raise OverBudget when tensors saved for backward take more than `budget` bytes, parameters not counted."""
-    with kept_for_backward(*modules, budget=budget):
-        yield
+    saved = SavedBytes(modules, budget)
+    with torch.autograd.graph.saved_tensors_hooks(saved.hold, lambda held: held.tensor):
+        yield saved
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -143,3 +236,29 @@ def free_memory(model: nn.Module) -> int:
     if memory_info is not None:
         return memory_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- allocator of the C library --------------------------------------------------------------------------------------
+
+# Per-sample gradients keep gradients until the norms of all layers are known, and free them together. By default glibc
+# returns such a block at the end of the heap to the operating system at once, and the next step pays for new pages: 5
+# to 15 % of its time.
+
+# Parameters of mallopt(3).
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+
+_NEVER = 2**31 - 1  # bytes at the end of the heap before they are returned to the operating system
+_LARGEST = 2**25  # bytes; larger tensors are returned as soon as they are freed. glibc accepts no larger value.
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Keep freed memory of this process, once. False if it is left to the allocator: without glibc, or if the user has
+    set the allocator with MALLOC_... or GLIBC_TUNABLES in the environment.
+    """
+    is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if is_set or platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_MMAP_THRESHOLD, _LARGEST))

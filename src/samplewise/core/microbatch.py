@@ -5,13 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from samplewise.core.batches import cut, length
-from samplewise.core.devices import empty_cache
-from samplewise.core.memory import Auto, free_memory, is_out_of_memory
+from samplewise.core.memory import empty_cache, free_memory, is_out_of_memory
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Automatic microbatch size. Made by `sw.auto`."""
+
+    memory: int | None  # budget of saved activations in bytes; None: a share of the free memory
+
+
+Microbatch = int | Literal["auto"] | Auto | None  # argument of users; None: whole batches
+
+
+def auto(memory: int | None = None) -> Auto:
+    """Automatic microbatch size, for all arguments `microbatch`. Starts with the whole window or batch and halves the
+    size when memory runs out, or when the tensors saved for the backward pass exceed `memory` bytes (default: half of
+    the free memory in a `Step`, a quarter in passes over a dataset such as `sw.scan`). microbatch="auto" is the same as
+    auto().
+    """
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory must be a positive number of bytes; found {memory!r}.")
+    return Auto(memory)
+
+
+def as_microbatch(microbatch: Any) -> int | Auto | None:
+    """The argument `microbatch`, checked; "auto" becomes auto()."""
+    size = auto() if isinstance(microbatch, str) and microbatch == "auto" else microbatch
+    if size is None or isinstance(size, Auto) or (type(size) is int and size > 0):
+        return size
+    raise ValueError(f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {microbatch!r}.")
 
 
 def memory_budget(microbatch: int | Auto | None, model: nn.Module, share: int) -> int | None:
@@ -63,13 +91,13 @@ class MicrobatchSize:
         """Return compute(microbatches); with an automatic size, retry with smaller microbatches when memory runs out. A
         failed attempt is undone.
         """
-        whole = microbatches
+        uncut = microbatches
         while self.automatic:
             assert self._save is not None
             largest = max((self._length(microbatch) or 1 for microbatch in microbatches), default=1)
             with Halving(self, self._save(microbatches), largest):
                 return compute(microbatches)
-            microbatches = self._slices(whole)
+            microbatches = self._slices(uncut)
         return compute(microbatches)
 
     def _slices(self, microbatches: Sequence[Any]) -> list[Any]:

@@ -137,7 +137,7 @@ class Variable(NamedTuple):
 
 
 class Reachable:
-    """State that can be read from `roots`; objects in `known` are not followed.
+    """State that can be read from `roots`; objects in `excluded` are not followed.
 
     `executed`: code of the functions that are called. All other functions are then references only, and attributes
     count if the code names them. None: not known; all functions of the user's modules are followed, up to STEPS
@@ -151,7 +151,9 @@ class Reachable:
     the executed code.
     """
 
-    def __init__(self, roots: Iterable[Any], known: Iterable[Any] = (), executed: Collection[CodeType] | None = None):
+    def __init__(
+        self, roots: Iterable[Any], excluded: Iterable[Any] = (), executed: Collection[CodeType] | None = None
+    ):
         self.variables: list[Variable] = []
         self.sized: list[Mapping[str, Any]] = []
         self.absent: list[tuple[str, Any]] = []
@@ -167,7 +169,7 @@ class Reachable:
         self._names = None if executed is None or self.strings & ALL_NAMES else self.strings
         roots = list(roots)
         self._roots = {id(root) for root in roots}
-        self._seen: dict[Any, Any] = {id(value): value for value in (sys.modules, *known)}
+        self._seen: dict[Any, Any] = {id(value): value for value in (sys.modules, *excluded)}
         self._pending = [(root, 0) for root in roots]
         while self._pending:
             value, depth = self._pending.pop()
@@ -255,10 +257,11 @@ class Reachable:
             if isinstance(sys.modules.get(name), ModuleType):  # imported in the function, or read from sys.modules
                 self._visit_module(sys.modules[name], names, depth)
         if self._executed is not None:
-            unknown = set(_global_names(code)) - scope.keys()
+            loads = (step for part in _nested(code) for step in get_instructions(part))
+            unknown = {step.argval for step in loads if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")} - scope.keys()
             self.absent += [(f"{name!r} not in {{}}", scope) for name in sorted(unknown - BUILTINS.keys())]
-            added = unknown & (vars(builtins).keys() - BUILTINS.keys())
-            self._refer(depth, [Variable(vars(builtins), name) for name in sorted(added)])
+            new_builtins = unknown & (vars(builtins).keys() - BUILTINS.keys())
+            self._refer(depth, [Variable(vars(builtins), name) for name in sorted(new_builtins)])
 
     def _visit_module(self, module: ModuleType, names: set[str], depth: int) -> None:
         """Follow the attributes of a Python module that have one of these names."""
@@ -316,12 +319,18 @@ class Reachable:
         if _module_of(kind).startswith("samplewise.parallel."):
             return  # counts the passes of ranks; no loss depends on it
         if isinstance(value, CONTAINERS):
-            self._visit_container(value, depth)
+            if len(value) > ENTRIES:  # type: ignore[arg-type]
+                self.opaque.append(value)
+            else:
+                self.containers.append(value)
+                self._follow(depth, list(items_of(value)))
         elif isinstance(value, MEMORY) or _is_numpy_array(value):
-            self._visit_array(value)
+            view = value if _is_numpy_array(value) else memoryview(value)
+            comparable = view.nbytes <= ENTRIES and not getattr(getattr(value, "dtype", None), "hasobject", False)
+            (self.arrays if comparable else self.opaque).append(value)
         elif is_library_class(kind) and id(value) not in self._roots and self._executed is None:
             attributes = getattr(value, "__dict__", {}).values()
-            self._follow(depth, [each for each in attributes if isinstance(each, (FunctionType, MethodType, partial))])
+            self._follow(depth, [v for v in attributes if isinstance(v, (FunctionType, MethodType, partial))])
             return
         elif isinstance(value, (IOBase, *FOREIGN)) or not (hasattr(value, "__dict__") or "__slots__" in vars(kind)):
             if not _is_fixed(value):
@@ -336,26 +345,16 @@ class Reachable:
         if isinstance(attributes, dict):
             if attributes or not isinstance(value, CONTAINERS):
                 self.sized.append(attributes)
-            every = id(value) in self._roots or _has_unseen_methods(kind)
-            names = [name for name in attributes if every or self._is_read(name, attributes[name])]
+            # Calls of a library are not recorded: methods of its objects, such as a scheduler, may have read anything.
+            unrecorded = is_library_class(kind) and not _module_of(kind).startswith("torch._")
+            read_all = id(value) in self._roots or unrecorded
+            names = [name for name in attributes if read_all or self._is_read(name, attributes[name])]
             self._refer(depth, [Variable(attributes, name) for name in names])
         slots = [slot for slot in _slots(kind) if hasattr(value, slot)]
         slots += ["__class__"] if hasattr(value, "__dict__") and not isinstance(value, CONTAINERS) else []
         slots += ["args"] if isinstance(value, BaseException) else []
         self._refer(depth, [Variable(value, slot) for slot in slots])
         self._follow(depth, [kind])
-
-    def _visit_container(self, container: Any, depth: int) -> None:
-        if len(container) > ENTRIES:
-            self.opaque.append(container)
-            return
-        self.containers.append(container)
-        self._follow(depth, list(items_of(container)))
-
-    def _visit_array(self, value: Any) -> None:
-        view = memoryview(value) if not _is_numpy_array(value) else value
-        comparable = view.nbytes <= ENTRIES and not getattr(getattr(value, "dtype", None), "hasobject", False)
-        (self.arrays if comparable else self.opaque).append(value)
 
 
 def items_of(container: Any) -> Iterable[Any]:
@@ -404,14 +403,14 @@ def _is_fixed(value: Any) -> bool:
 
 def _slots(kind: type) -> list[str]:
     """Names of the attributes without a dict."""
-    found: list[str] = []
+    names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             if slot not in ("__dict__", "__weakref__"):
                 hidden = slot.startswith("__") and not slot.endswith("__")
-                found.append(f"_{base.__name__.lstrip('_')}{slot}" if hidden else slot)
-    return found
+                names.append(f"_{base.__name__.lstrip('_')}{slot}" if hidden else slot)
+    return names
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -422,23 +421,11 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Names of global variables, attributes and modules in a function."""
+def _strings(code: CodeType) -> Iterator[str]:
+    """Names of global variables, attributes and modules in a function, and its strings, which may be names, too."""
     for part in _nested(code):
         yield from part.co_names
-
-
-def _strings(code: CodeType) -> Iterator[str]:
-    """Names in a function, and its strings, which may be names of attributes."""
-    yield from _names(code)
-    for part in _nested(code):
         yield from (constant for constant in part.co_consts if isinstance(constant, str))
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    """Names of global variables and builtins in a function."""
-    for part in _nested(code):
-        yield from (step.argval for step in get_instructions(part) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -452,13 +439,6 @@ def _is_filled(cell: CellType) -> bool:
 def is_library_class(kind: type) -> bool:
     """Test for a class of torch or samplewise, which does not read the user's globals."""
     return is_library_name(_module_of(kind))
-
-
-def _has_unseen_methods(kind: type) -> bool:
-    """Test for a class of torch or samplewise whose objects the user's code reads through methods, such as a scheduler:
-    calls of a library are not recorded, so that any attribute may have been read.
-    """
-    return is_library_class(kind) and not _module_of(kind).startswith("torch._")
 
 
 def _module_of(kind: type) -> str:

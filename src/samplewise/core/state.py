@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.devices import device_generators, seed_devices
+from samplewise.core.memory import device_generators, seed_devices
 
 
 class RandomState:
@@ -43,7 +43,10 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers and tuples, for a checkpoint."""
-        numpy = _as_plain(self._numpy)
+        numpy = None
+        if self._numpy is not None:
+            name, keys, position, has_gauss, cached = self._numpy
+            numpy = name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)
         return {"torch": self._torch, "python": self._python, "numpy": numpy, "devices": self._devices}
 
     @classmethod
@@ -52,28 +55,17 @@ class RandomState:
         new = cls.__new__(cls)
         new._torch = state["torch"].cpu()
         new._python = state["python"]
-        new._numpy = _as_numpy(state["numpy"])
-        new._devices = {kind: [own.cpu() for own in states] for kind, states in state["devices"].items()}
+        new._numpy = None
+        if state["numpy"] is not None:
+            name, keys, *rest = state["numpy"]
+            new._numpy = (name, keys.numpy().astype("uint32"), *rest)
+        new._devices = {kind: [generator.cpu() for generator in states] for kind, states in state["devices"].items()}
         return new
 
 
 def _numpy_random() -> Any:
     """numpy.random, or None if NumPy has not been imported."""
     return getattr(sys.modules.get("numpy"), "random", None)
-
-
-def _as_plain(state: Any) -> tuple[Any, ...] | None:
-    if state is None:
-        return None
-    name, keys, position, has_gauss, cached = state
-    return name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)
-
-
-def _as_numpy(state: Any) -> tuple[Any, ...] | None:
-    if state is None:
-        return None
-    name, keys, *rest = state
-    return (name, keys.numpy().astype("uint32"), *rest)
 
 
 def seed_everything(seed: int) -> None:
@@ -178,6 +170,10 @@ class BufferCopy(NamedTuple):
     def unchanged(self, now: Tensor | None) -> bool:
         return now is self.buffer and (now is None or now._version == self.version)
 
+    def differs(self, now: Tensor | None) -> bool:
+        """True if values were copied and the present ones differ. Host sync on accelerators."""
+        return now is not None and self.copy is not None and not torch.equal(now, self.copy)
+
 
 class Buffers:
     """Repeated, cheap snapshots of the buffers of modules.
@@ -191,16 +187,16 @@ class Buffers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        own = {id(m): m._buffers for root in modules for m in root.modules() if m._buffers}
-        self.owners = list(own.values())
-        self._kept: list[dict[str, BufferCopy]] = []
+        buffers = {id(m): m._buffers for root in modules for m in root.modules() if m._buffers}
+        self.owners = list(buffers.values())
+        self._copies: list[dict[str, BufferCopy]] = []
         self._moving: set[tuple[int, str]] = set()
 
     def remember(self) -> None:
         """Take a snapshot; it replaces the previous one."""
-        first = not self._kept
+        first = not self._copies
         self._note_changes()
-        self._kept = [
+        self._copies = [
             {name: self._keep(b, first or (k, name) in self._moving) for name, b in owner.items()}
             for k, owner in enumerate(self.owners)
         ]
@@ -208,18 +204,22 @@ class Buffers:
     def restore(self) -> None:
         """Restore the last snapshot."""
         self._note_changes()
-        for owner, kept in zip(self.owners, self._kept, strict=False):
-            for name, then in kept.items():
+        for owner, copies in zip(self.owners, self._copies, strict=False):
+            for name, then in copies.items():
                 owner[name] = then.buffer
+                if then.buffer is None or then.copy is None:
+                    continue
                 # A copy increments the version counter, which breaks graphs of the caller that have saved the buffer.
-                if then.buffer is not None and then.copy is not None and not _holds_copy(then.buffer, then.copy):
+                # So equal values stay; on accelerators they are not compared, because that is a host sync.
+                comparable = then.buffer.device.type == "cpu" and then.buffer.layout == torch.strided
+                if not (comparable and torch.equal(then.buffer, then.copy)):
                     put_back(then.buffer, then.copy)
-                    kept[name] = then._replace(version=then.buffer._version)
+                    copies[name] = then._replace(version=then.buffer._version)
 
     def restore_unless(self, well: Tensor) -> None:
         """Restore the last snapshot if the device scalar `well` is zero; needs no host sync."""
-        for owner, kept in zip(self.owners, self._kept, strict=False):
-            for name, then in kept.items():
+        for owner, copies in zip(self.owners, self._copies, strict=False):
+            for name, then in copies.items():
                 now = owner.get(name)
                 if now is not None and then.copy is not None:
                     with torch.no_grad():
@@ -228,11 +228,11 @@ class Buffers:
     def moving(self) -> list[tuple[Tensor, bool]]:
         """Pairs (buffer, changed): changed is True if this buffer or another one of its module has changed before."""
         self._note_changes()
-        found = []
-        for k, (owner, kept) in enumerate(zip(self.owners, self._kept, strict=True)):
-            moves = any((k, name) in self._moving or _differs(owner.get(name), then) for name, then in kept.items())
-            found += [(buffer, moves) for buffer in owner.values() if buffer is not None]
-        return found
+        pairs = []
+        for k, (owner, copies) in enumerate(zip(self.owners, self._copies, strict=True)):
+            moves = any((k, name) in self._moving or then.differs(owner.get(name)) for name, then in copies.items())
+            pairs += [(buffer, moves) for buffer in owner.values() if buffer is not None]
+        return pairs
 
     def _keep(self, buffer: Tensor | None, moves: bool) -> BufferCopy:
         if buffer is None:
@@ -241,8 +241,8 @@ class Buffers:
         return BufferCopy(buffer, buffer._version, buffer.detach().clone() if copied else None)
 
     def _note_changes(self) -> None:
-        for k, (owner, kept) in enumerate(zip(self.owners, self._kept, strict=False)):
-            self._moving |= {(k, name) for name, then in kept.items() if not then.unchanged(owner.get(name))}
+        for k, (owner, copies) in enumerate(zip(self.owners, self._copies, strict=False)):
+            self._moving |= {(k, name) for name, then in copies.items() if not then.unchanged(owner.get(name))}
 
 
 def put_back(tensor: Tensor, values: Tensor) -> None:
@@ -251,12 +251,3 @@ def put_back(tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values)
     else:
         tensor.data = values.clone()
-
-
-def _holds_copy(buffer: Tensor, copy: Tensor) -> bool:
-    """True if the values are known to be equal; on accelerators they are not compared, because that is a host sync."""
-    return buffer.device.type == "cpu" and buffer.layout == torch.strided and torch.equal(buffer, copy)
-
-
-def _differs(now: Tensor | None, then: BufferCopy) -> bool:
-    return now is not None and then.copy is not None and not torch.equal(now, then.copy)

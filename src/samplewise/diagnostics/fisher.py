@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
 from samplewise.core.means import WeightedMean
-from samplewise.core.memory import Microbatch
+from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.scan import scan
 

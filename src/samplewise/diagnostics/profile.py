@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from samplewise.core.devices import device_function
-from samplewise.core.memory import kept_for_backward
+from samplewise.core.memory import count_saved_bytes, device_function
 from samplewise.core.text import render
 from samplewise.errors import SamplewiseError
 from samplewise.step.step import Step
@@ -114,7 +113,7 @@ def _memory(update: Callable[[], object], model: nn.Module, device: torch.device
         update()
         return module.max_memory_allocated(device) - before
     try:
-        with kept_for_backward(model) as saved:
+        with count_saved_bytes(model) as saved:
             update()
     except RuntimeError as error:
         if "saved tensor hooks" in str(error):  # torch.func.grad and similar functions forbid saved tensor hooks

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from samplewise.core.predictions import margins
+from samplewise.core.losses import margins
 from samplewise.engine.gradients import Gradients
 
 Score = Literal["loss", "margin", "el2n", "norm", "last_norm", "self_influence", "agreement"]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import pick
-from samplewise.core.constants import same_constants
-from samplewise.core.losses import LossFn, as_loss_fn, per_sample
-from samplewise.core.memory import Microbatch
+from samplewise.core.losses import LossFn, as_loss_fn, per_sample, same_constants
+from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.core.text import did_you_mean, listed, plural, render
 from samplewise.dataset_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept

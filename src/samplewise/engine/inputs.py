@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.core.tensor_storage import is_plain, stored_values
+from samplewise.core.memory import is_plain, stored_values
 from samplewise.engine.arguments import check_is_tensor, check_losses
 from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph.graph import Graph, edge_of, graph_alive

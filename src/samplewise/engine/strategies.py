@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.allocator import keep_freed_memory
+from samplewise.core.memory import keep_freed_memory
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad

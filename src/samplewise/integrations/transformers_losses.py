@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.core.batches import leaves
-from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
+from samplewise.core.losses import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
 from samplewise.engine.arguments import wide_dtype
 from samplewise.errors import BatchError, LossesError
 

@@ -59,15 +59,20 @@ class VisitAggregator:
         totals = self._aggregate()
         columns = {"id": totals["id"], "visits": totals["visits"]}
         for name in SCORES:
-            if f"sum {name}" in totals.column_names:
-                mean = _mean_score(totals, name)
-                if mean.null_count < len(mean):
-                    columns[name] = mean
+            if f"sum {name}" not in totals.column_names:
+                continue
+            visits = totals["visits"]  # those where the score is finite
+            if f"missing {name}" in totals.column_names:
+                visits = pc.subtract(visits, pc.fill_null(totals[f"missing {name}"], 0))
+            mean = pc.divide(totals[f"sum {name}"], visits)
+            if mean.null_count < len(mean):
+                columns[name] = mean
         for name in totals.column_names:
             if name.startswith("last "):
                 columns.setdefault(name.removeprefix("last "), totals[name])
         samples = pa.table(columns)
-        has_score = _has_finite_score(samples)
+        scores = [samples[name] for name in samples.column_names if name in SCORES]
+        has_score = reduce(pc.or_, map(pc.is_valid, scores)) if scores else pa.repeat(False, len(samples))
         self.unknown = samples["id"].filter(pc.invert(has_score))
         return samples.filter(has_score)
 
@@ -82,15 +87,6 @@ class VisitAggregator:
         self._tables = [totals]
         self._pending = 0
         return totals
-
-
-def _mean_score(totals: Any, name: str) -> Any:
-    """Mean of a score over the visits where it is finite; null if there are none."""
-    pc = load_pyarrow().compute
-    visits = totals["visits"]
-    if f"missing {name}" in totals.column_names:
-        visits = pc.subtract(visits, pc.fill_null(totals[f"missing {name}"], 0))
-    return pc.divide(totals[f"sum {name}"], visits)
 
 
 def _count_missing(rows: Any) -> Any:
@@ -118,7 +114,8 @@ def _as_partial_sums(table: Any) -> Any:
     partial = {"id": columns.pop("id"), "visits": pa.repeat(1, len(table))}
     for name in SCORES:
         if name in columns:
-            partial[f"sum {name}"] = _finite_or_null(columns.pop(name).cast(pa.float64()))
+            scores = columns.pop(name).cast(pa.float64())
+            partial[f"sum {name}"] = pc.if_else(pc.is_finite(scores), scores, None)
     last_values = {f"last {name}": values for name, values in columns.items() if name not in ("epoch", "update")}
     return pa.table(partial | last_values)
 
@@ -173,15 +170,3 @@ def _check(table: Any) -> None:
     for name in (*SCORES, "count"):
         if name in names and load_pyarrow().types.is_string(table[name].type):
             raise ValueError(f"the column {name!r} must hold numbers; found {table[name].type}.")
-
-
-def _finite_or_null(column: Any) -> Any:
-    """The column with non-finite values replaced by null."""
-    pc = load_pyarrow().compute
-    return pc.if_else(pc.is_finite(column), column, None)
-
-
-def _has_finite_score(samples: Any) -> Any:
-    pa, pc = load_pyarrow(), load_pyarrow().compute
-    scores = [samples[name] for name in samples.column_names if name in SCORES]
-    return reduce(pc.or_, map(pc.is_valid, scores)) if scores else pa.repeat(False, len(samples))

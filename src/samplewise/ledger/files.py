@@ -75,7 +75,12 @@ def parts(run: str | Path, damaged: Literal["raise", "skip"] = "raise") -> Itera
         rank_tables = [table for entry in entries for table in _read_or_skip(entry, damaged)]
         if rank_tables:
             any_read = True
-            yield rank_tables[0] if len(rank_tables) == 1 else _sorted_by_update(concat_tables(rank_tables, run))
+            table = rank_tables[0]
+            if len(rank_tables) > 1:
+                table = concat_tables(rank_tables, run)
+                if table.num_rows:  # by update; within an update by rank
+                    table = table.take(load_pyarrow().compute.sort_indices(table["update"]))
+            yield table
     if not any_read:
         raise LedgerError(
             f"a ledger must have at least one readable part; found none in {run}. Restore the files from a copy."
@@ -138,9 +143,9 @@ def _files_by_part(run: Path, end: int | None = None) -> Iterator[list[Path | st
 
 def _files_of_part(run: Path, part: LedgerPart) -> list[Path | str]:
     """Files of a part, one per rank; a string in place of files that are missing or contradict each other."""
-    size, *others = sorted({size for size, _ in part.files}, reverse=True)
-    if others:
-        return [f"part {part.number} in {run / FOLDER} twice, written by {size} ranks and by {others[0]}"]
+    size, *further_sizes = sorted({size for size, _ in part.files}, reverse=True)
+    if further_sizes:
+        return [f"part {part.number} in {run / FOLDER} twice, written by {size} ranks and by {further_sizes[0]}"]
     present = {rank: path for (_, rank), path in sorted(part.files.items())}
     if len(present) == size:
         return list(present.values())
@@ -166,11 +171,6 @@ def part_path(run: Path, number: int, rank: int = 0, size: int = 1) -> Path:
     """Path of the file that rank `rank` of `size` writes for part `number`."""
     rank_suffix = f"-rank-{rank}-of-{size}" if size > 1 else ""
     return run / FOLDER / f"part-{number:06d}{rank_suffix}.parquet"
-
-
-def _sorted_by_update(table: pyarrow.Table) -> pyarrow.Table:
-    """The rows of several ranks sorted by update; within an update by rank."""
-    return table.take(load_pyarrow().compute.sort_indices(table["update"])) if table.num_rows else table
 
 
 def _read(path: Path) -> pyarrow.Table:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from samplewise.core.files import absolute
-from samplewise.core.predictions import PREDICTION_COLUMNS
+from samplewise.core.losses import PREDICTION_COLUMNS
 from samplewise.core.state import RandomState
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
@@ -110,7 +110,7 @@ class Ledger:
         self.norms = norms
         self.rows_per_file = rows_per_file
         self.show = show
-        self.names = Names(_given_names("features", features), _given_names("classes", classes))
+        self.names = Names(_as_names("features", features), _as_names("classes", classes))
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
         self.keys: dict[str, Hashable] = {**named, "id": id}
         self._resuming = False
@@ -156,9 +156,8 @@ class Ledger:
         if self._parts is None or self._resuming:
             self._open(self._run_directory(), clear=False)
         assert self._parts is not None
-        has_samples = self._parts.size == 1 or bool(
-            update.local_samples or update._batch_columns
-        )  # False: all samples are of other ranks
+        # False if all samples are of other ranks.
+        has_samples = self._parts.size == 1 or bool(update.local_samples or update._batch_columns)
         if has_samples and not update._has_columns(*self.keys):
             raise LedgerError(
                 "an update must have the ids of all its samples to be recorded; found an update without some of them. "
@@ -171,9 +170,8 @@ class Ledger:
         self._added += 1
         if len(self._updates) >= self._convert_after:
             self._convert()
-        if (
-            self._rows >= self.rows_per_file * self._parts.size
-        ):  # equal on all ranks: either all write a part, or none does
+        # Equal on all ranks: either all write a part, or none does.
+        if self._rows >= self.rows_per_file * self._parts.size:
             self.flush()
 
     def record(
@@ -251,20 +249,17 @@ class Ledger:
         """Continue after the parts of the loaded state. `clear`: without a loaded state, remove existing parts."""
         self._parts = LedgerWriter(run, self._loaded_parts, collectives.rank(), collectives.size())
         if collectives.rank() == 0:
-            self._prepare_files(self._parts, clear)
+            existing = len(list_parts(run))
+            if existing and not self._resuming and not clear:
+                self._parts = None
+                raise LedgerError(
+                    f"a new ledger must have a run directory without parts; found {plural(existing, 'part')} in "
+                    f"{run / FOLDER}. Load the state that belongs to them to continue that ledger, or choose "
+                    "another run directory."
+                )
+            self._parts.open()
         collectives.barrier()
         self._resuming = False
-
-    def _prepare_files(self, parts: LedgerWriter, clear: bool) -> None:
-        existing = len(list_parts(parts.run))
-        if existing and not self._resuming and not clear:
-            self._parts = None
-            raise LedgerError(
-                f"a new ledger must have a run directory without parts; found {plural(existing, 'part')} in "
-                f"{parts.run / FOLDER}. Load the state that belongs to them to continue that ledger, or choose "
-                "another run directory."
-            )
-        parts.open()
 
     # --- callback of the trainer -----------------------------------------------------------------------------------
 
@@ -308,8 +303,8 @@ class Ledger:
         """Take items for previews, and names of features and classes, from the dataset of a loader."""
         if self.show is None:
             self._item = indexed_items(loader)
-        found = dataset_names(loader)
-        self.names = Names(self.names.features or found.features, self.names.classes or found.classes)
+        names = dataset_names(loader)
+        self.names = Names(self.names.features or names.features, self.names.classes or names.classes)
 
     def on_update(self, update: Update) -> None:
         self.add(update)
@@ -324,18 +319,17 @@ class Ledger:
 
     def _preview(self) -> None:
         """Write previews of the most suspicious samples. An error becomes a warning and does not end the training."""
-        shown = self._item is not None or bool(self.names.classes)
-        if self._dry_run or not shown or self._parts is None or not (self._parts.count or self._added):
+        has_content = self._item is not None or bool(self.names.classes)
+        if self._dry_run or not has_content or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
         collectives.barrier()
-        if collectives.rank() == 0:
-            self._write_previews(self._parts.run, self._item)
-
-    def _write_previews(self, run: Path, item: Callable[[Any], Any] | None) -> None:
+        if collectives.rank() != 0:
+            return
+        run = self._parts.run
         restore = RandomState().restore  # datasets may draw random numbers
         try:
-            write_previews(run, item, aggregate_visits(parts(run)), self.names)
+            write_previews(run, self._item, aggregate_visits(parts(run)), self.names)
         except Exception as why:
             reason = str(why).rstrip(".")
             warnings.warn(
@@ -376,9 +370,9 @@ def _check_index(name: str, index: Any) -> None:
         raise ValueError(f"{name} must be an integer, counted from 0; found {index!r}.")
 
 
-def _given_names(argument: str, given: Any) -> list[str] | None:
+def _as_names(argument: str, value: Any) -> list[str] | None:
     """The argument `features` or `classes` as a list of strings."""
-    names = as_names(given)
-    if given is not None and not names:
-        raise TypeError(f"{argument} must be a list of names; found {given!r}. Pass for example {argument}=['a', 'b'].")
+    names = as_names(value)
+    if value is not None and not names:
+        raise TypeError(f"{argument} must be a list of names; found {value!r}. Pass for example {argument}=['a', 'b'].")
     return names

@@ -50,23 +50,23 @@ NO_NAMES = Names()
 
 def indexed_items(loader: Any) -> Callable[[Any], Any] | None:
     """Function from id to item of the dataset wrapped by `sw.Indexed` inside a loader or subsets; None without one."""
-    indexed = next((each for each in _datasets(loader) if isinstance(each, Indexed)), None)
+    indexed = next((dataset for dataset in _datasets(loader) if isinstance(dataset, Indexed)), None)
     return None if indexed is None else indexed.dataset.__getitem__
 
 
 def dataset_names(loader: Any) -> Names:
     """Names from the attributes `feature_names` and `classes` of the dataset of a loader, or of one that it wraps."""
-    found = {}
+    names = {}
     for field, attribute in (("features", "feature_names"), ("classes", "classes")):
         candidates = (as_names(getattr(dataset, attribute, None)) for dataset in _datasets(loader))
-        found[field] = next((names for names in candidates if names is not None), None)
-    return Names(**found)
+        names[field] = next((candidate for candidate in candidates if candidate is not None), None)
+    return Names(**names)
 
 
-def as_names(given: Any) -> list[str] | None:
+def as_names(value: Any) -> list[str] | None:
     """A list, tuple, array or pandas index of names as a list of strings; None for anything else."""
-    values = given.tolist() if hasattr(given, "tolist") else given
-    return [str(value) for value in values] if isinstance(values, (list, tuple)) else None
+    values = value.tolist() if hasattr(value, "tolist") else value
+    return list(map(str, values)) if isinstance(values, (list, tuple)) else None
 
 
 def _datasets(loader: Any) -> Iterator[Any]:
@@ -93,14 +93,10 @@ def write_previews(run: Path, item: Callable[[Any], Any] | None, samples: Any, n
             except Exception as error:
                 errors.append(error)
     if previews or names.classes:
-        _write(run, previews, names.classes)
+        classes = {"classes": names.classes} if names.classes else {}
+        write_json(run / FILE, {"version": VERSION, **classes, "samples": previews}, indent=None)
     if errors:
         raise errors[0]
-
-
-def _write(run: Path, previews: dict[str, Preview], classes: list[str] | None) -> None:
-    content = {"version": VERSION, **({"classes": classes} if classes else {}), "samples": previews}
-    write_json(run / FILE, content, indent=None)
 
 
 def _most_suspicious(samples: Any) -> Iterable[Any]:
@@ -133,10 +129,10 @@ def _split_label(item: Any) -> tuple[Any, Any]:
     """Content of a sample, and its label or None."""
     if isinstance(item, Mapping):
         label = next((item[name] for name in LABEL_KEYS if name in item), None)
-        others = {name: value for name, value in item.items() if name not in LABEL_KEYS}
-        candidates = [others[name] for name in TEXT_KEYS if isinstance(others.get(name), str)]
-        candidates += [value for name, value in others.items() if len(others) == 1 or _is_image(name, value)]
-        return next(iter(candidates), others), _as_scalar(label)
+        entries = {name: value for name, value in item.items() if name not in LABEL_KEYS}
+        candidates = [entries[name] for name in TEXT_KEYS if isinstance(entries.get(name), str)]
+        candidates += [value for name, value in entries.items() if len(entries) == 1 or _is_image(name, value)]
+        return next(iter(candidates), entries), _as_scalar(label)
     if isinstance(item, (tuple, list)) and item:
         return item[0], _as_scalar(item[1]) if len(item) > 1 else None
     return item, None
@@ -224,20 +220,14 @@ def _as_image(image: Tensor) -> Tensor | None:
         image = image.permute(2, 0, 1)
     if image.dim() != 3 or image.shape[0] not in (1, 3, 4) or min(image.shape[1:]) < 4 or image.is_complex():
         return None
-    pixels = _brightness(image)
+    # Scaled to 0..255: uint8 unchanged, values in [0, 1] times 255, others from their minimum to maximum.
+    pixels = image.float().nan_to_num(0, 0, 0)
+    if image.dtype != torch.uint8:
+        low, high = pixels.amin(), pixels.amax()
+        in_unit = low >= 0 and high <= 1
+        pixels = 255 * pixels if in_unit else 255 * (pixels - low) / (high - low).clamp(min=1e-12)
     shrink = max(image.shape[1:]) / MAX_PIXELS
     if shrink > 1:
         size = [max(1, round(side / shrink)) for side in image.shape[1:]]
         pixels = F.interpolate(pixels[None], size=size, mode="area")[0]
     return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
-
-
-def _brightness(array: Tensor) -> Tensor:
-    """Pixels scaled to 0..255: uint8 unchanged, values in [0, 1] times 255, others from their minimum to maximum."""
-    pixels = array.float().nan_to_num(0, 0, 0)
-    if array.dtype == torch.uint8:
-        return pixels
-    low, high = pixels.amin(), pixels.amax()
-    if low >= 0 and high <= 1:
-        return 255 * pixels
-    return 255 * (pixels - low) / (high - low).clamp(min=1e-12)

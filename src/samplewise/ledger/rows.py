@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.files import tensor_bytes
-from samplewise.core.host_copy import HostCopy
+from samplewise.core.memory import HostCopy
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import load_pyarrow
@@ -47,7 +47,9 @@ class RowBlock:
     def table(self) -> Any:
         """Pyarrow table; waits for copies that are not complete."""
         self._columns.update(zip(self._names, self._copy.read(), strict=True))
-        if _all_ones(self._columns["count"]):
+        # Each count is 1, or NaN in a skipped update: then the losses are not sums over elements.
+        counts = torch.as_tensor(self._columns["count"])
+        if bool(((counts == 1) | counts.isnan()).all()):
             del self._columns["count"]
         return load_pyarrow().table({name: _to_array(name, values) for name, values in self._columns.items()})
 
@@ -72,7 +74,12 @@ def _updates_to_columns(updates: Sequence[Update], epochs: Sequence[int | None],
     for name, values in batch_columns.items():
         if name in columns or name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
-        _check_one_per_sample(name, values, sum(batch_rows))
+        if len(values) != sum(batch_rows) or getattr(values, "ndim", 1) != 1:
+            shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else plural(len(values), "value")
+            raise LedgerError(
+                f"the column {name!r} must have one number or string per sample, ({sum(batch_rows)},); found {shape}. "
+                "Leave it out of columns=, or return one value per sample from the dataset."
+            )
     return columns | batch_columns
 
 
@@ -80,15 +87,6 @@ def _concat_columns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> 
     """Concatenate all columns that any part has; a part that lacks a column gets `rows` NaN."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _concat_column(name, [part.get(name, nan) for part in parts], rows) for name in names}
-
-
-def _check_one_per_sample(name: str, values: Column, rows: int) -> None:
-    if len(values) != rows or getattr(values, "ndim", 1) != 1:
-        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else plural(len(values), "value")
-        raise LedgerError(
-            f"the column {name!r} must have one number or string per sample, ({rows},); found {found}. Leave it out of "
-            "columns=, or return one value per sample from the dataset."
-        )
 
 
 def _reserved_name_error(name: str) -> LedgerError:
@@ -142,12 +140,6 @@ def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor 
     norm = update.norms if norms else nan
     counts = update.counts if has_counts(update) else ONE
     return {"loss": losses, "norm": norm, "weight": weights, "count": counts, **by_parameter, **extra}
-
-
-def _all_ones(counts: Column) -> bool:
-    """True if each count is 1, or NaN in a skipped update: then the losses are not sums over elements."""
-    values = torch.as_tensor(counts)
-    return bool(((values == 1) | values.isnan()).all())
 
 
 def _update_indices(updates: Sequence[Update], rows: Sequence[int]) -> Tensor:
@@ -211,25 +203,22 @@ def _to_array(name: str, values: Column) -> Any:
     elif all(isinstance(v, str) for v in values):
         return pa.array(list(values), pa.string())
     elif all(isinstance(v, Integral) and not isinstance(v, bool) for v in values):
-        return pa.array(_check_int64(name, [int(v) for v in values]), pa.int64())
+        numbers = [int(v) for v in values]
+        large = [number for number in numbers if not -(2**63) <= number < 2**63]
+        if large:
+            raise LedgerError(
+                f"the column {name!r} must hold integers from -2**63 to 2**63 - 1; found {large[0]}. Return them as "
+                "strings: str(number)."
+            )
+        return pa.array(numbers, pa.int64())
     elif name != "id" and all(isinstance(v, Real) for v in values):
         return pa.array([float(v) for v in values], pa.float64())
     if isinstance(values, Tensor):
         types = str(values.dtype)
     else:
         types = " and ".join(sorted({type(v).__name__ for v in values}))
-    wanted = "integers or strings" if name == "id" else "numbers or strings"
-    raise LedgerError(f"the column {name!r} must hold {wanted}; found {types}. Convert them in the dataset.")
-
-
-def _check_int64(name: str, values: list[int]) -> list[int]:
-    large = [v for v in values if not -(2**63) <= v < 2**63]
-    if large:
-        raise LedgerError(
-            f"the column {name!r} must hold integers from -2**63 to 2**63 - 1; found {large[0]}. Return them as "
-            "strings: str(number)."
-        )
-    return values
+    kinds = "integers or strings" if name == "id" else "numbers or strings"
+    raise LedgerError(f"the column {name!r} must hold {kinds}; found {types}. Convert them in the dataset.")
 
 
 def array_from_tensor(values: Tensor) -> Any:

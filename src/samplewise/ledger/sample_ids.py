@@ -178,5 +178,5 @@ def split_entries(entries: Any, keys: Collection[Hashable]) -> tuple[Any, Column
     """A copy of a mapping without the entries at these keys, and these entries. Anything else is returned as it is."""
     if not isinstance(entries, Mapping):
         return entries, {}
-    others = copy.copy(entries) if isinstance(entries, MutableMapping) else dict(entries)  # keeps a BatchEncoding
-    return others, {key: others.pop(key) for key in keys if key in entries}
+    rest = copy.copy(entries) if isinstance(entries, MutableMapping) else dict(entries)  # keeps a BatchEncoding
+    return rest, {key: rest.pop(key) for key in keys if key in entries}

@@ -6,19 +6,22 @@ import math
 import time
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from samplewise.core.text import plural
 from samplewise.errors import CheckpointError
+from samplewise.loop.checkpoint.encoding import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.io import remove_checkpoint
-from samplewise.loop.checkpoint.schema import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.state import savable
-from samplewise.loop.durations import interval
-from samplewise.loop.set_lr import SetLR as SetLR
+from samplewise.loop.stopping import interval
 from samplewise.parallel import collectives
+from samplewise.step.config import FunctionalOptimizer
+from samplewise.step.step import Step
 from samplewise.step.update import Update
 
 if TYPE_CHECKING:
@@ -95,9 +98,9 @@ class EarlyStopping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check(state, {"best": NUMBER, "waited": COUNT, "monitor": TEXT, "mode": TEXT})
-        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
-        self._best = state["best"] if same else math.inf
-        self._waited = state["waited"] if same else 0
+        is_same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        self._best = state["best"] if is_same else math.inf
+        self._waited = state["waited"] if is_same else 0
 
 
 class ModelCheckpoint:
@@ -137,20 +140,20 @@ class ModelCheckpoint:
         self._directory = trainer.run or Path()
 
     def on_update(self, trainer: Trainer, update: Update) -> None:
-        self._save_if(self.every.ends_with(update, trainer.step), trainer)
+        self._saved = self.every.ends_with(update, trainer.step)
+        if self._saved:
+            trainer.save()
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, metrics: dict[str, float]) -> None:
         if self.best and not trainer.fast_dev_run:
             self._keep_if_good(trainer, self._sign * _monitored(metrics, self.monitor))
-        self._save_if(self.every.ends_with_epoch(epoch), trainer)
+        self._saved = self.every.ends_with_epoch(epoch)
+        if self._saved:
+            trainer.save()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if savable(trainer.step):  # deferred samples cannot be saved
-            self._save_if(not self._saved, trainer)
-
-    def _save_if(self, wanted: bool, trainer: Trainer) -> None:
-        self._saved = wanted
-        if wanted:
+        # Collective, so all ranks ask first. Deferred samples cannot be saved.
+        if savable(trainer.step) and not self._saved:
             trainer.save()
 
     def _keep_if_good(self, trainer: Trainer, value: float) -> None:
@@ -171,9 +174,9 @@ class ModelCheckpoint:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Names are checked, since these files are deleted later.
         check(state, {"values": [NUMBER], "names": [MODEL_FILE], "monitor": TEXT, "mode": TEXT})
-        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
-        self._values = state["values"] if same else []
-        self._names = state["names"] if same else []
+        is_same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        self._values = state["values"] if is_same else []
+        self._names = state["names"] if is_same else []
 
 
 class LRMonitor:
@@ -206,6 +209,86 @@ class LRMonitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check(state, {"rates": [NUMBER]})
         self._rates = state["rates"]
+
+
+class SetLR:
+    """Set the learning rate when `fit` starts, also of a resumed run, whose optimizer has the rate of the checkpoint.
+
+    lr: the rate for all parameter groups, or a list with one for each group. With a scheduler it is the initial rate:
+    the current rate and those of the schedule are multiplied by lr / initial rate. With OneCycleLR, which has no other
+    argument for rates, it is max_lr. Absolute bounds of a schedule, such as eta_min, are not changed.
+
+    Setting the same rate again changes nothing, so the callback may stay in the script.
+    """
+
+    def __init__(self, lr: float | Sequence[float]):
+        self.lr = lr
+        for rate in lr if isinstance(lr, Sequence) else [lr]:
+            if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+                raise ValueError(f"lr must be zero or a positive number, or a list of such numbers; found {lr!r}.")
+
+    def on_fit_start(self, step: Step) -> None:
+        if isinstance(step.optimizer, FunctionalOptimizer):
+            raise TypeError(
+                "SetLR must have an optimizer of torch.optim; found a function. Its rate is that of the script: write "
+                "for example sw.sgd(0.01)."
+            )
+        if step.scheduler is not None and not isinstance(step.scheduler, LRScheduler):
+            raise TypeError(
+                f"SetLR must have a scheduler of torch.optim.lr_scheduler; found {type(step.scheduler).__name__}. "
+                "Change its rates in on_fit_start of a callback."
+            )
+        groups = step.optimizer.param_groups
+        rates = list(self.lr) if isinstance(self.lr, Sequence) else [self.lr] * len(groups)
+        if len(rates) != len(groups):
+            raise ValueError(
+                f"lr must be one rate, or one for each of the {len(groups)} parameter groups; found {len(rates)} rates."
+            )
+        for k, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+            if step.scheduler is None:
+                _set(group, "lr", rate)
+            else:
+                _scale_schedule(step.scheduler, k, group, rate)
+
+
+def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate: float) -> None:
+    """Multiply all rates of parameter group `k`, in the group and in the scheduler, so that the initial one is `rate`.
+
+    Schedules are multiples of the initial rate, so this gives the rates of a schedule that was created with it.
+    """
+    base = "max_lr" if isinstance(scheduler, OneCycleLR) else "initial_lr"
+    initial = float(group[base])
+    if initial == rate:
+        return
+    if initial == 0:
+        raise ValueError(
+            "the initial learning rate of a schedule must not be 0 to be changed by SetLR; found 0 in parameter group "
+            f"{k}. Start a new run directory."
+        )
+    for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+        if name in group:
+            _set(group, name, rate if name == base else group[name] * (rate / initial))
+    for part in _parts(scheduler):
+        for name in ("base_lrs", "max_lrs", "_last_lr"):
+            if hasattr(part, name):
+                rates = list(getattr(part, name))
+                rates[k] = rates[k] * (rate / initial)
+                setattr(part, name, rates)
+
+
+def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Yield a scheduler and those that it contains, as SequentialLR does."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(part)
+
+
+def _set(group: dict[str, Any], name: str, rate: Any) -> None:
+    """Set a rate of a parameter group. A tensor keeps its identity, which a compiled optimizer depends on."""
+    if isinstance(group[name], torch.Tensor):
+        group[name].fill_(rate)
+    else:
+        group[name] = float(rate)
 
 
 class MaxTime:
@@ -251,30 +334,30 @@ class LayerGradNorms:
         if not trainer.log_every.ends_with(update, trainer.step) or update.skipped:
             return
         done = update.index + 1
-        norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
+        norms: dict[str, torch.Tensor] = {}
+        for name, parameter in trainer.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
+                if hasattr(norm, "full_tensor"):  # a DTensor, if the parameter is sharded
+                    norm = norm.full_tensor()
+                norms[name] = norm.float().to(trainer.device)
         if norms:
-            values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
-            found = _by_layer(dict(zip(norms, values, strict=True)))
-            trainer.write("layers", update=done, norms=found)
+            values = torch.stack(list(norms.values())).tolist()
+            trainer.write("layers", update=done, norms=_by_layer(dict(zip(norms, values, strict=True))))
         elif not self._note_written:
             self._note_written = True
             trainer.write("note", update=done, text=NO_GRADIENTS)
 
 
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm = torch.linalg.vector_norm(values)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if the parameter is sharded
-
-
-def _by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
+def _by_layer(norms: dict[str, float]) -> dict[str, float]:
     """Return the joint norm of the parameters of each module.
 
-    If there are more than `most` modules, they are merged into the modules that contain them.
+    If there are more than MOST_LAYERS modules, they are merged into the modules that contain them.
     """
     modules = {name: name.split(".")[:-1] for name in norms}
     depth = max(map(len, modules.values()))
-    while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > most:
+    while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > MOST_LAYERS:
         depth -= 1
     squares: dict[str, float] = defaultdict(float)
     for name, path in modules.items():

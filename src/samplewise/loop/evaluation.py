@@ -1,28 +1,38 @@
-"""Evaluation and prediction: passes over a loader in eval mode, without gradients."""
+"""Evaluation and prediction: passes over a loader in eval mode, without gradients. Metrics of an evaluation: functions
+(outputs, batch) or (outputs, y), or objects with update, compute and reset.
+
+Function metrics are averaged over samples: sums over all batches and ranks, divided once, never a mean of means. For an
+object with update, compute and reset, outputs and targets of all ranks are gathered on every rank; torchmetrics objects
+synchronize their own state instead.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import zip_longest
+from numbers import Real
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import check_loader, concat, to_device
-from samplewise.core.criteria import Criterion
-from samplewise.core.losses import per_sample
+from samplewise.core.batches import check_loader, concat, length, to_device
+from samplewise.core.losses import Criterion, per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.state import eval_mode, fork_rng
 from samplewise.errors import BatchError, LossesError
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
-from samplewise.loop.metrics import OutputRecorder, as_metrics, results
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.step.step import Step
 
 Forward = Callable[[nn.Module, Any], Any]  # (model, batch) -> outputs
+TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches
+LOG_FIELDS = ("kind", "epoch", "update", "loss", "train_loss")
+MetricFunction = Callable[[Any, Any], Any]  # (outputs, batch) or (outputs, y) -> one number per sample, or their mean
 
 
 class Evaluator:
@@ -80,7 +90,7 @@ class Evaluator:
         return self._predict(loader, forward)
 
     def _predict(self, loader: Iterable[Any], forward: Forward | None) -> Any:
-        found = []
+        outputs_of_batches = []
         with self._eval_mode():
             for batch in loader:
                 batch = to_device(batch, self._device)
@@ -89,12 +99,12 @@ class Evaluator:
                 if outputs is None:
                     name = "the model" if forward is None else "forward"
                     raise TypeError(f"{name} must return the outputs of the model; found None. Add a return.")
-                found.append(to_device(outputs, torch.device("cpu")))
-        if not found:
+                outputs_of_batches.append(to_device(outputs, torch.device("cpu")))
+        if not outputs_of_batches:
             raise BatchError(
                 "predict needs at least one batch; found none. Pass a list or a DataLoader that is not empty."
             )
-        return concat(found)
+        return concat(outputs_of_batches)
 
     def _call_model(self, batch: Any) -> Any:
         """Call the model as the loss function does. A batch without a target, x or (x,), gives model(x)."""
@@ -132,5 +142,259 @@ class Evaluator:
 
 def check_one_per_sample(losses: Any) -> None:
     if not isinstance(losses, Tensor) or losses.dim() != 1:
-        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise LossesError(f"losses must be 1-D, one value per sample; found {found}. Use reduction='none'.")
+        shape = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise LossesError(f"losses must be 1-D, one value per sample; found {shape}. Use reduction='none'.")
+
+
+class OutputRecorder:
+    """Context manager that records the outputs of the model when the loss function calls it."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._outputs: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._outputs.append(output))
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def clear(self) -> None:
+        self._outputs.clear()
+
+    def last(self, purpose: str, remedy: str) -> Any:
+        """Return the output of the last call since `clear`. The two texts are for the error if there was none."""
+        if not self._outputs:
+            raise LossesError(
+                f"the loss function must call model(...), since {purpose}; found no call. Call model(...) in the loss "
+                f"function, or {remedy}."
+            )
+        return self._outputs[-1]
+
+
+def accuracy(outputs: Tensor, batch: Any) -> Tensor:
+    """Return for batches (x, y) a bool per sample: True if the largest output is that of its label."""
+    return outputs.argmax(-1) == batch[1]
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+class StatefulMetric(Protocol):
+    """Metric with a state, such as one of torchmetrics."""
+
+    def update(self, outputs: Any, target: Any, /) -> Any: ...
+    def compute(self) -> Any: ...
+    def reset(self) -> Any: ...
+
+
+class Mean:
+    """Mean over samples of a function (outputs, batch) or (outputs, y), which returns one number per sample, or the
+    mean of the batch. It gets the target if its second argument has a name in `TARGETS`, otherwise the batch.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], name: str):
+        self.function = function
+        self.name = name
+        argument = _second_argument(function)
+        self._target = Target(name, argument) if argument in TARGETS else None
+        self.reset()
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        values = self._as_tensor(self.function(outputs, batch if self._target is None else self._target.of(batch)))
+        values = values.to(torch.float32 if values.device.type == "mps" else torch.float64)  # MPS has no float64
+        samples = length(batch) if values.dim() == 0 else values.numel()
+        if samples is None:
+            raise ValueError(
+                f"metric {self.name!r} must return one number per sample if the number of samples in a batch is "
+                "unknown; found one number. Return a tensor of shape (samples,)."
+            )
+        self._mean.add_sum(values * samples if values.dim() == 0 else values.sum(), samples)
+
+    def _as_tensor(self, answer: Any) -> Tensor:
+        """The answer of the function as a tensor; TypeError unless it is a tensor, an array or a number."""
+        is_number = isinstance(answer, Real) and not isinstance(answer, bool)
+        if not (isinstance(answer, Tensor) or is_number or getattr(answer, "ndim", 0) > 0):
+            raise TypeError(
+                f"metric {self.name!r} must return one number per sample in a tensor, or one number, the mean of the "
+                f"batch; found {type(answer).__name__}. A function (outputs, batch) gets the whole batch, a function "
+                "(outputs, y) the target."
+            )
+        return torch.as_tensor(answer).detach()
+
+    def compute(self) -> float:
+        return self._mean.all_reduce(collectives).value()
+
+    def reset(self) -> None:
+        self._mean = WeightedMean(torch.float64)
+
+
+class Target:
+    """Target of batches, for the metric `name`: what its second argument gets.
+
+    argument: name of that argument, which decides if a batch has several targets
+    """
+
+    def __init__(self, name: str, argument: str):
+        self._name = name
+        self._argument = argument
+
+    def of(self, batch: Any) -> Any:
+        """The entry with a name in `TARGETS`; for other tuples and lists (x, y, ...) the second element."""
+        if isinstance(batch, Mapping):
+            named = {name: batch[name] for name in TARGETS if name in batch}
+        else:
+            named = {name: getattr(batch, name) for name in TARGETS if hasattr(batch, name)}
+        if self._argument in named:
+            return named[self._argument]
+        if len(named) == 1:
+            return next(iter(named.values()))
+        if not named and isinstance(batch, (tuple, list)) and len(batch) > 1:
+            return batch[1]
+        raise BatchError(
+            f"metric {self._name!r} needs the target of a batch: the second element of (x, y, ...), or one entry named "
+            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. Use a function "
+            "(outputs, batch), or an object with update(outputs, batch)."
+        )
+
+
+def _kind(batch: Any, named: Mapping[str, Any]) -> str:
+    kind = f"a {type(batch).__name__}"
+    if named:
+        return f"{kind} with {' and '.join(map(repr, named))}"
+    if isinstance(batch, Mapping):
+        return f"{kind} with the keys {', '.join(map(repr, batch))}"
+    return f"{kind} of {len(batch)}" if isinstance(batch, (tuple, list)) else kind
+
+
+def _second_argument(function: Callable[..., Any]) -> str:
+    """Name of the second positional argument of a function; empty if it has none or its signature is unknown."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of functions written in C
+        return ""
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional[1] if len(positional) > 1 else ""
+
+
+class MetricAdapter:
+    """Adapter for an object with update, compute and reset, such as a torchmetrics metric.
+
+    Its `update` is called with (outputs, target), or with (outputs, batch) if it has an argument `batch`.
+    """
+
+    def __init__(self, metric: Any, name: str, device: torch.device):
+        self.metric = metric.to(device) if hasattr(metric, "to") else metric
+        self._wants_batch = "batch" in inspect.signature(metric.update).parameters
+        self._target = Target(name, _second_argument(metric.update))
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        self.metric.update(outputs, self.targets(batch))
+
+    def targets(self, batch: Any) -> Any:
+        """Return the second argument of the metric's `update`: the batch or its target."""
+        return batch if self._wants_batch else self._target.of(batch)
+
+    def compute(self) -> Any:
+        return self.metric.compute()
+
+    def reset(self) -> None:
+        self.metric.reset()
+
+
+class GatheredMetric:
+    """Metric without support for several ranks: `compute` updates it with the batches of all ranks, on each rank."""
+
+    def __init__(self, adapter: MetricAdapter, device: torch.device):
+        self._adapter = adapter
+        self._device = device
+        self._batches: list[Any] = []  # (outputs, targets) on the CPU
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        self._batches.append(to_device((outputs, self._adapter.targets(batch)), torch.device("cpu")))
+
+    def compute(self) -> Any:
+        for of_ranks in zip_longest(*collectives.all_gather_object(self._batches)):
+            for batch in of_ranks:
+                if batch is not None:
+                    self._adapter.metric.update(*to_device(batch, self._device))
+        return self._adapter.compute()
+
+    def reset(self) -> None:
+        self._batches = []
+        self._adapter.reset()
+
+
+class SynchronizedMetric:
+    """torchmetrics metric, which synchronizes its state over ranks; every rank must have at least one batch."""
+
+    def __init__(self, adapter: MetricAdapter, name: str):
+        self._adapter = adapter
+        self._name = name
+        self._has_data = False
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        self._adapter.update(outputs, batch)
+        self._has_data = True
+
+    def compute(self) -> Any:
+        empty = int(collectives.all_reduce_scalars(not self._has_data)[0])
+        if empty:
+            raise BatchError(
+                f"every rank must have at least one batch for metric {self._name!r}, since torchmetrics cannot "
+                f"synchronize a metric without data; found {empty} of {collectives.size()} ranks without a batch. "
+                "Use more samples, or a function (outputs, batch)."
+            )
+        return self._adapter.compute()
+
+    def reset(self) -> None:
+        self._has_data = False
+        self._adapter.reset()
+
+
+Metric = Mean | MetricAdapter | GatheredMetric | SynchronizedMetric
+
+
+def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
+    """Wrap the metrics of a Trainer by name."""
+    wrapped: dict[str, Metric] = {}
+    for name, metric in metrics.items():
+        if name in LOG_FIELDS:
+            raise ValueError(f"a metric must not use a field name of the log; found {name!r}. Choose another name.")
+        if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
+            wrapped[name] = _over_ranks(MetricAdapter(metric, name, device), name, device)
+        elif callable(metric):
+            wrapped[name] = Mean(metric, name)
+        else:
+            raise TypeError(
+                f"metric {name!r} must be a function (outputs, batch) or (outputs, y), or have update, compute and "
+                f"reset; found {type(metric).__name__}."
+            )
+    return wrapped
+
+
+def _over_ranks(adapter: MetricAdapter, name: str, device: torch.device) -> Metric:
+    """Return a metric over all ranks. One process uses the adapter itself: it need not keep the outputs."""
+    if collectives.size() == 1:
+        return adapter
+    classes = type(adapter.metric).__mro__
+    if any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in classes):
+        return SynchronizedMetric(adapter, name)
+    return GatheredMetric(adapter, device)
+
+
+def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Compute all metrics. Results that are dicts or lists are flattened: name/part, name/0, name/1."""
+    values: dict[str, float] = {}
+    for name, metric in metrics.items():
+        values |= _flatten(name, metric.compute())
+    return values
+
+
+def _flatten(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if not isinstance(value, (Mapping, list, tuple)):
+        return {name: float(value)}
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {key: number for part, item in parts for key, number in _flatten(f"{name}/{part}", item).items()}

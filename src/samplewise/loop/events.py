@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 CONTEXT = ("trainer", "step", "model")
@@ -41,9 +42,10 @@ class Listeners:
     """The callbacks of a trainer, by event."""
 
     def __init__(self, callbacks: Iterable[Any], **context: Any):
-        """context: trainer, step and model, which are available in every event."""
+        """context: trainer, step and model, which are available in every event; none to check the callbacks only."""
         self.callbacks = list(callbacks)
         self._context = context
+        # Methods with their context bound, and the names of the arguments of the event that each asks for.
         self._methods: dict[str, list[tuple[Callable[..., None], list[str]]]] = {event: [] for event in EVENTS}
         for callback in self.callbacks:
             self._add(callback)
@@ -51,8 +53,7 @@ class Listeners:
     def emit(self, event: str, **arguments: Any) -> None:
         """Call the methods of an event with the arguments that each asks for."""
         for method, names in self._methods[event]:
-            known = {**self._context, **arguments}
-            method(**{name: known[name] for name in names})
+            method(**(arguments if len(names) == len(arguments) else {name: arguments[name] for name in names}))
 
     def state_dict(self) -> dict[str, Any]:
         return {name: callback.state_dict() for name, callback in self._with_state()}
@@ -88,8 +89,12 @@ class Listeners:
             if method not in EVENTS:
                 raise TypeError(f"{kind}.{method} must be one of the events {', '.join(EVENTS)}; found no such event.")
             names = list(inspect.signature(getattr(callback, method)).parameters)
-            unknown = [name for name in names if name not in (*CONTEXT, *EVENTS[method])]
+            available = (*EVENTS[method], *CONTEXT)
+            unknown = [name for name in names if name not in available]
             if unknown:
-                known = ", ".join((*EVENTS[method], *CONTEXT))
-                raise TypeError(f"arguments of {kind}.{method} must be among {known}; found {unknown[0]!r}.")
-            self._methods[method].append((getattr(callback, method), names))
+                raise TypeError(
+                    f"arguments of {kind}.{method} must be among {', '.join(available)}; found {unknown[0]!r}."
+                )
+            context = {name: value for name, value in self._context.items() if name in names}
+            bound = partial(getattr(callback, method), **context) if context else getattr(callback, method)
+            self._methods[method].append((bound, [name for name in names if name not in CONTEXT]))

@@ -121,7 +121,9 @@ class CSV(Logger):
             rows = csv.writer(file, lineterminator="\n")
             if file.tell() == 0:
                 rows.writerow(columns)
-            rows.writerow([_csv_cell(fields[name]) if name in fields else "" for name in columns])
+            # As in log.jsonl, from which rows are restored on resume.
+            cells = [fields.get(name, "") for name in columns]
+            rows.writerow([cell if isinstance(cell, str) else json.dumps(cell) for cell in cells])
 
     def _end(self, failed: bool) -> None: ...
 
@@ -219,8 +221,3 @@ def _scalar_fields(kind: str, fields: dict[str, Any]) -> dict[str, float]:
             if isinstance(number, (int, float)) and name != "update":
                 scalars[f"{kind}/{name}/{key}".rstrip("/")] = float(number)
     return scalars
-
-
-def _csv_cell(value: Any) -> str:
-    """Return a value as it is written in log.jsonl, from which rows are restored on resume."""
-    return value if isinstance(value, str) else json.dumps(value)

@@ -1,22 +1,30 @@
-"""Meters of a training run: loss, speed, learning rate, time per phase, peak memory. Only reads wait for the device."""
+"""Meters of a training run: loss, speed, learning rate, time per phase, peak memory. Only reads wait for the device.
+Progress display on stderr: a bar in a terminal, plain lines elsewhere, or nothing.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from samplewise.core.devices import device_function
 from samplewise.core.means import Number, WeightedMean
+from samplewise.core.memory import device_function
+from samplewise.parallel import collectives
 from samplewise.step.update import Update
+
+if TYPE_CHECKING:
+    from samplewise.loop.trainer import Trainer
 
 MOST_RECENT = 64  # updates that are added to the sums at once
 PATIENCE = 2.0  # seconds of waiting for the loader, after which a notice may be given
@@ -25,43 +33,53 @@ PATIENCE = 2.0  # seconds of waiting for the loader, after which a notice may be
 class LossMeter:
     """Mean loss, samples, times and skipped updates, since the last log line and over the epoch.
 
-    hidden: updates are private: losses and numbers of samples are not shown
+    hides_samples: updates are private: losses and numbers of samples are not shown
     """
 
-    def __init__(self, hidden: bool = False) -> None:
+    def __init__(self, hides_samples: bool = False) -> None:
+        self.hides_samples = hides_samples
         self._line = UpdateSums()
         self._epoch = UpdateSums()
         self._recent: list[tuple[Update, float]] = []  # updates that are not in the sums yet, and their wall seconds
         self._last: Update | None = None
         self._lr: Any = None
-        self._hidden = hidden
 
     def add(self, update: Update, wall_seconds: float) -> None:
         """Add an update. `wall_seconds`: since the update before, with loading and callbacks."""
         self._last = update
         self._recent.append((update, wall_seconds))
         if len(self._recent) == MOST_RECENT:
-            self._sum(self._recent[:-1])  # the device may not have decided yet whether the last one is skipped
-            self._recent = self._recent[-1:]
+            self._sum(MOST_RECENT - 1)  # the device may not have decided yet whether the last one is skipped
 
-    def _sum_recent(self) -> None:
-        self._sum(self._recent)
-        self._recent = []
-
-    def _sum(self, recent: Sequence[tuple[Update, float]]) -> None:
-        """Add updates to the sums. Several are added at once: their losses are read from the device in one host sync,
-        and this code runs in less time than between the operations of two updates.
+    def _sum(self, count: int | None = None) -> None:
+        """Add the first `count` recent updates to the sums, all by default. Several are added at once: their losses are
+        read from the device in one host sync, and this code runs in less time than between the operations of two
+        updates.
         """
-        shown = [] if self._hidden else [update for update, _ in recent if not update.skipped]
-        pairs = [update._sums() for update in shown]
-        losses = _as_floats([loss for loss, _ in pairs])
-        counts = _as_floats([count for _, count in pairs])
-        seconds = sum(update.seconds for update, _ in recent)
-        wall_seconds = sum(wall for _, wall in recent)
-        samples = 0 if self._hidden else sum(update.samples for update, _ in recent)
-        skipped = 0 if self._hidden else len(recent) - len(shown)
+        recent = self._recent[:count]
+        self._recent = self._recent[len(recent) :]
+        losses: list[Number] = []
+        counts: list[Number] = []
+        seconds = 0.0
+        wall_seconds = 0.0
+        samples = 0
+        skipped = 0
+        for update, wall in recent:
+            seconds += update.seconds
+            wall_seconds += wall
+            if self.hides_samples:
+                continue
+            samples += update.samples
+            if update.skipped:
+                skipped += 1
+            else:
+                loss, count_sum = update._sums()
+                losses.append(loss)
+                counts.append(count_sum)
+        totals = _as_floats(losses)
+        weights = _as_floats(counts)
         for sums in (self._line, self._epoch):
-            sums.mean.add_numbers(losses, counts)
+            sums.mean.add_numbers(totals, weights)
             sums.updates += len(recent)
             sums.seconds += seconds
             sums.wall_seconds += wall_seconds
@@ -70,12 +88,12 @@ class LossMeter:
 
     def read(self) -> dict[str, Any]:
         """Return the values since the last log line, and reset them."""
-        self._sum_recent()
+        self._sum()
         lr = self._learning_rates()
         sums = self._line
         self._line = UpdateSums()
         line = {"lr": lr, "skipped": sums.skipped, "seconds": sums.seconds}
-        if self._hidden:
+        if self.hides_samples:
             return line
         speeds = {
             "samples_per_second": sums.samples / sums.wall_seconds if sums.wall_seconds else 0.0,
@@ -101,14 +119,14 @@ class LossMeter:
 
     def read_epoch(self) -> dict[str, Any]:
         """Return the values of the epoch, and reset them."""
-        self._sum_recent()
+        self._sum()
         sums = self._epoch
         self._epoch = UpdateSums()
-        loss = {} if self._hidden else {"loss": sums.mean.value()}
+        loss = {} if self.hides_samples else {"loss": sums.mean.value()}
         return {**loss, "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
-        self._sum_recent()
+        self._sum()
         return {"lines": self._line.state_dict(), "epoch": self._epoch.state_dict(), "lr": self._learning_rates()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,10 +176,13 @@ def _as_floats(numbers: Sequence[Number]) -> list[float]:
     """The numbers as floats, with one host sync for all tensors among them."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     if not tensors:
-        return [float(number) for number in numbers]
+        return list(map(float, numbers))
     device = tensors[0].device
-    values = iter(torch.stack([t if t.device == device else t.to(device) for t in tensors]).tolist())
-    return [next(values) if isinstance(number, Tensor) else number for number in numbers]
+    values = torch.stack([t if t.device == device else t.to(device) for t in tensors]).tolist()
+    if len(tensors) == len(numbers):
+        return values
+    remaining = iter(values)
+    return [next(remaining) if isinstance(number, Tensor) else number for number in numbers]
 
 
 def _as_tensor(number: Number) -> Tensor:
@@ -229,7 +250,7 @@ def peak_memory(device: torch.device) -> int | None:
 
     None on Windows without such a device.
     """
-    peak = device_function(device, "max_memory_allocated")
+    peak = None if device.type == "cpu" else device_function(device, "max_memory_allocated")
     if peak is not None:
         return peak(device)
     try:
@@ -238,3 +259,142 @@ def peak_memory(device: torch.device) -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
+
+
+# --- progress display ------------------------------------------------------------------------------------------------
+
+
+class Display(Protocol):
+    """Display of the progress of a training run."""
+
+    def update(self, epoch: int, done: int, values: str) -> None:
+        """Show that `done` updates have been made, with a text of current values."""
+
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Print a permanent line with the metrics of an epoch."""
+
+    def line(self, text: str) -> None:
+        """Print another permanent line. May be called from another thread."""
+
+    def close(self) -> None: ...
+
+
+class NoDisplay:
+    """No display."""
+
+    def update(self, epoch: int, done: int, values: str) -> None: ...
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None: ...
+    def line(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class LineDisplay:
+    """Plain lines."""
+
+    def update(self, epoch: int, done: int, values: str) -> None:
+        self.line(f"epoch {epoch + 1}  update {done}  {values}")
+
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
+
+    def line(self, text: str) -> None:
+        with suppress(OSError):  # a closed pipe or a full disk must not stop the training
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None: ...
+
+
+class BarDisplay:
+    """Progress bar of rich: epoch, updates, time left, loss, speed, and the metrics of the last validation."""
+
+    def __init__(self, total: int | None, done: int) -> None:
+        from rich import progress
+        from rich.console import Console
+        from rich.table import Column
+
+        self._bar = progress.Progress(
+            progress.TextColumn("epoch {task.fields[epoch]}", table_column=Column(no_wrap=True)),
+            progress.BarColumn(bar_width=8),
+            progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            # The column that is truncated in a narrow terminal.
+            progress.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+            console=Console(stderr=True),
+            expand=True,
+        )
+        self._metrics = ""
+        self._task = self._bar.add_task("", total=total, completed=done, epoch=1, text="")
+        self._bar.start()
+
+    def update(self, epoch: int, done: int, values: str) -> None:
+        self._bar.update(self._task, completed=done, epoch=epoch + 1, text=f"{values}  {self._metrics}")
+
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
+        measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
+        self._metrics = format_values(measured)
+
+    def line(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def format_value(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:.4g}"
+
+
+def format_values(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
+
+
+def make_display(total: int | None, done: int) -> Display:
+    """Return a progress bar if stderr is a terminal and rich is installed, otherwise plain lines.
+
+    total: number of updates at the end of the training; None if unknown.
+    done: number of updates made so far.
+    """
+    if sys.stderr is None:  # stderr was closed when Python started
+        return NoDisplay()
+    if not sys.stderr.isatty():
+        return LineDisplay()
+    try:
+        return BarDisplay(total, done)
+    except ImportError:
+        return LineDisplay()
+
+
+class Progress:
+    """Callback that shows the progress of a training run on stderr, on rank 0. `Trainer(progress=True)` adds it."""
+
+    def __init__(self) -> None:
+        self._display: Display = NoDisplay()
+        self._has_validation = False
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if collectives.rank() == 0:
+            self._display = make_display(trainer.expected_updates, trainer.step.counters.updates)
+
+    def on_log(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "train" and "lr" in fields:
+            values = "loss not shown (private)"
+            if "loss" in fields:
+                values = f"loss {format_value(fields['loss'])}  {fields['samples_per_second']:.0f} samples/s"
+            self._display.update(fields["epoch"], fields["update"], values)
+        self._has_validation = kind == "validation" or (self._has_validation and kind != "epoch")
+
+    def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
+        values = {name: value for name, value in metrics.items() if name == "train_loss"}
+        if self._has_validation:
+            values |= metrics
+        if values:
+            self._display.epoch(epoch, values)
+
+    def line(self, text: str) -> None:
+        """Print a line; does nothing if no training is shown. May be called from another thread."""
+        self._display.line(text)
+
+    def close(self) -> None:
+        self._display.close()
+        self._display = NoDisplay()

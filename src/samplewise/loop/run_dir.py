@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from samplewise.core.devices import device_name
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import RUN_FILE, RUN_VERSION, other_version, read_json, write_json
+from samplewise.core.memory import device_name
 from samplewise.core.package import UNKNOWN, installed_version
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import io
@@ -66,10 +66,22 @@ class RunDirectory:
         on_every_rank(self._lock.acquire if collectives.rank() == 0 else lambda: None)
         on_every_rank(self._check_version)
         self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / FOLDER))
-        count = len(self._paths())
+        paths = self._checkpoints.paths()
+        if not collectives.all_equal([path.name for path in paths]):
+            raise CheckpointError(
+                f"all ranks must see the same run directory; found that they see different checkpoints in "
+                f"{self.directory}. Use a directory on a shared file system."
+            )
+        count = len(paths)
         keep = None if self._ours else 0
         if resume and count:
-            state = self._newest(count)
+            newest = self._checkpoints.latest(_read_on_all_ranks)
+            if newest is None:
+                raise CheckpointError(
+                    f"resuming needs a readable checkpoint; found none among {count} in {self._checkpoints.directory}. "
+                    "Restore one from a backup, or start a new run directory."
+                )
+            state = newest[0]
             keep = on_every_rank(lambda: load(state))
         elif count and not self._ours:
             raise CheckpointError(
@@ -87,9 +99,9 @@ class RunDirectory:
         inside = (self.directory / STATE_FILE).exists()
         if inside or (self.directory.name == FOLDER and (self.directory.parent / RUN_FILE).exists()):
             run = self.directory.parent.parent if inside else self.directory.parent
-            found = "a checkpoint" if inside else "the checkpoints of a run"
+            kind = "a checkpoint" if inside else "the checkpoints of a run"
             raise CheckpointError(
-                f"run must be a run directory; found {found}, {self.directory}. Pass the run directory, such as {run}. "
+                f"run must be a run directory; found {kind}, {self.directory}. Pass the run directory, such as {run}. "
                 "To start from a model, use model.load_state_dict(sw.load_checkpoint(path)['model'])."
             )
 
@@ -104,36 +116,9 @@ class RunDirectory:
         if type(version) is not int or version != RUN_VERSION:
             raise CheckpointError(other_version(path, version, RUN_VERSION))
 
-    def _open_checkpoints(self) -> Checkpoints:
-        if self._checkpoints is None:
-            raise CheckpointError(
-                "checkpoints can be saved only while fit runs; found no running fit. Call save from a callback."
-            )
-        return self._checkpoints
-
-    def _paths(self) -> list[Path]:
-        """Return the paths of all checkpoints. Raises CheckpointError if ranks see different ones. Collective."""
-        paths = self._open_checkpoints().paths()
-        if not collectives.all_equal([path.name for path in paths]):
-            raise CheckpointError(
-                f"all ranks must see the same run directory; found that they see different checkpoints in "
-                f"{self.directory}. Use a directory on a shared file system."
-            )
-        return paths
-
-    def _newest(self, count: int) -> dict[str, Any]:
-        checkpoints = self._open_checkpoints()
-        newest = checkpoints.latest(_read_on_all_ranks)
-        if newest is None:
-            raise CheckpointError(
-                f"resuming needs a readable checkpoint; found none among {count} in {checkpoints.directory}. "
-                "Restore one from a backup, or start a new run directory."
-            )
-        return newest[0]
-
-    def check(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+    def check(self, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
         """Raise if the state could not be saved, before the training starts."""
-        io.check({**state, "per_rank": [own]})
+        io.check({**state, "per_rank": [rank_state]})
 
     def describe(self, **about: Any) -> None:
         """Write run.json."""
@@ -144,7 +129,8 @@ class RunDirectory:
     def write(self, **fields: Any) -> None:
         """Append a line to the log, on rank 0."""
         if self._log is not None:
-            self._lock.check()
+            if self._lock.is_lost:
+                self._lock.verify()
             self._log.write(**fields)
 
     def save(self, state: Callable[[int], tuple[dict[str, Any], dict[str, Any]]], update: int) -> Path:
@@ -152,13 +138,17 @@ class RunDirectory:
 
         state: receives the length of the log in bytes and returns the state, and that of this rank.
         """
-        checkpoints = self._open_checkpoints()
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            raise CheckpointError(
+                "checkpoints can be saved only while fit runs; found no running fit. Call save from a callback."
+            )
         on_every_rank(self._lock.verify)
-        current, own = state(0 if self._log is None else self._log.position())
+        current, rank_state = state(0 if self._log is None else self._log.position())
         if self._writer is None:
-            return checkpoints.save(current, update, own)
+            return checkpoints.save(current, update, rank_state)
         path = checkpoints.path_of(update)
-        self._writer.save(path, current, own, then=lambda: checkpoints.remove_older_than(update))
+        self._writer.save(path, current, rank_state, then=lambda: checkpoints.remove_older_than(update))
         return path
 
     def save_model(self, name: str, state: dict[str, Any]) -> Path:
@@ -269,7 +259,7 @@ def run_metadata(step: Step, loader: Iterable[Any], device: torch.device, **sett
         "torch": torch.__version__,
         "parameters": sum(p.numel() for p in step.model.parameters()),
         "device": device_name(device),
-        "settings": {**_plain(settings), **_plain(_of_step(step)), **_plain(_of_loader(loader))},
+        "settings": {**_plain(settings), **_plain(_step_settings(step)), **_plain(_loader_settings(loader))},
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
             "system": platform.platform(),
@@ -280,7 +270,7 @@ def run_metadata(step: Step, loader: Iterable[Any], device: torch.device, **sett
     }
 
 
-def _of_step(step: Step) -> dict[str, Any]:
+def _step_settings(step: Step) -> dict[str, Any]:
     return {
         "model": type(step.model).__name__,
         "loss": _loss(step.loss_fn),
@@ -306,7 +296,7 @@ def _optimizer(optimizer: Any) -> str:
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())}){more}"
 
 
-def _of_loader(loader: Any) -> dict[str, Any]:
+def _loader_settings(loader: Any) -> dict[str, Any]:
     named = {"batch size": "batch_size", "workers": "num_workers"}
     settings = {title: getattr(loader, name, None) for title, name in named.items()}
     data = getattr(loader, "dataset", loader)

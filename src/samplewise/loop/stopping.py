@@ -1,29 +1,119 @@
-"""End of a training run: stop requests and signals.
+"""End of a training run: durations, stop requests and signals, and the result of `fit`.
 
 One process stops between two batches and keeps its open window. Several ranks stop after the same update, because a
 part of a window cannot be used. A signal to the whole process group also kills the workers of a loader: a rank whose
 loader fails because of it announces this, and all ranks go back to the beginning of the window.
 
+    Duration            number of updates, epochs or samples: "50up", "1ep", "1000samples"
     StopController      stop requests and signals; `stop_controller` returns the one for this process group
     SingleProcessStop   stops between two batches
     MultiRankStop       stops all ranks after the same update
+    FitResult           reason for the end, counters and metrics
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from samplewise.core.state import RandomState
+from samplewise.core.text import plural
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
-from samplewise.loop.durations import Duration
 from samplewise.parallel import collectives
 from samplewise.step.step import Step
+from samplewise.step.update import Update
+
+# An interval is counted from the beginning of the run, by the counters of the step, which are in every checkpoint: a
+# resumed run continues it exactly. A number without a unit counts updates.
+Unit = Literal["up", "ep", "samples"]
+NAMES: dict[Unit, str] = {"up": "update", "ep": "epoch", "samples": "sample"}
+EXAMPLES: dict[Unit, str] = {"up": "'50up' (updates)", "ep": "'1ep' (epochs)", "samples": "'1000samples'"}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Number of updates, epochs or samples."""
+
+    number: int
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.number}{self.unit}"
+
+    def done(self) -> str:
+        """Reason for the end of a training run that has reached the duration: "3 epochs are done"."""
+        return f"{plural(self.number, NAMES[self.unit])} {'is' if self.number == 1 else 'are'} done"
+
+    def ends_with(self, update: Update, step: Step) -> bool:
+        """True if an interval of this length, in updates or samples, ends with the last update of the step.
+
+        It waits for the device only if the number of updates is a multiple: a skipped update does not count. Samples
+        of skipped updates do.
+        """
+        if self.unit == "up":
+            return (update.index + 1) % self.number == 0 and not update.skipped
+        if self.unit == "samples":
+            samples = step._counters.samples  # `step.counters` would wait for the device
+            return samples // self.number > (samples - update.samples) // self.number
+        return False
+
+    def ends_with_epoch(self, epoch: int) -> bool:
+        """True if an interval of this length, in epochs, ends with the epoch of this index."""
+        return self.unit == "ep" and (epoch + 1) % self.number == 0
+
+
+def interval(name: str, every: Any, units: Sequence[Unit] = ("up", "ep", "samples")) -> Duration:
+    """Parse the argument `name`, an interval in one of the units; a number counts updates."""
+    text = f"{every}up" if type(every) is int else every
+    match = re.fullmatch(f"([1-9][0-9]*)({'|'.join(units)})", text) if isinstance(text, str) else None
+    if match is None:
+        examples = " or ".join(EXAMPLES[unit] for unit in units)
+        raise ValueError(f"{name} must be a duration such as {examples}; found {every!r}.")
+    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]
+
+
+def end_of_training(epochs: Any = None, updates: Any = None) -> Duration:
+    """Duration of a training run. Exactly one of `epochs` and `updates` is given, a positive int."""
+    if (epochs is None) == (updates is None):
+        count = "both" if epochs is not None else "neither"
+        raise ValueError(f"exactly one of epochs= and updates= must be given; found {count}. Pass epochs=10.")
+    name, number = ("updates", updates) if epochs is None else ("epochs", epochs)
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{name} must be a positive whole number; found {number!r}. Pass epochs=10 or updates=500.")
+    return Duration(number, "up" if epochs is None else "ep")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Result of `Trainer.fit`.
+
+    reason    why the training ended: "3 epochs are done", "stopped by SIGINT", or the text of `trainer.stop`
+    signal    name of the signal that stopped the training, "SIGINT" (Ctrl-C) or "SIGTERM"; None otherwise
+    epochs    number of completed epochs, with those of earlier calls and of the resumed run
+    updates   number of updates, counted likewise
+    metrics   metrics of the last epoch that this call has completed: "loss" of the validation, if there is one, or of
+              the training, "train_loss", and the metrics of the validation; empty if it has completed no epoch
+    """
+
+    reason: str
+    signal: str | None
+    epochs: int
+    updates: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"FitResult({self.reason!r}, {plural(self.epochs, 'epoch')}, {plural(self.updates, 'update')}{metrics})"
+
+
+# --- stop requests and signals ---------------------------------------------------------------------------------------
 
 
 class StopRequest(NamedTuple):
@@ -39,6 +129,7 @@ class StopController(ABC):
     def __init__(self, step: Step) -> None:
         self.stop: StopRequest | None = None
         self._step = step
+        self._privacy = step.privacy
         self._signal: str | None = None  # name of the signal that this process has received
 
     @abstractmethod
@@ -47,7 +138,7 @@ class StopController(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Exchange stop requests between ranks, after an update or an epoch. Collective."""
+        """After an update or an epoch: stop if privacy is used up, and exchange stop requests. Collective."""
 
     @abstractmethod
     def watch(self, loader: ResumableLoader) -> AbstractContextManager[None]:
@@ -60,6 +151,11 @@ class StopController(ABC):
     @abstractmethod
     def epoch(self, loader: ResumableLoader) -> AbstractContextManager[None]:
         """Context manager around the updates and the validation of an epoch: ends it if the training is to stop."""
+
+    def _stop_if_spent(self) -> None:
+        """Stop if further draws are planned but not paid for, because updates were repeated with new noise."""
+        if self._privacy is not None and self._privacy.is_exhausted:
+            self.request(f"all {self._privacy.plan.updates} updates that are paid for are made")
 
     def is_over(self, until: Duration, epochs: int) -> bool:
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
@@ -109,7 +205,8 @@ class SingleProcessStop(StopController):
         self.stop = self.stop or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
-        pass
+        if self._privacy is not None:
+            self._stop_if_spent()
 
     @contextmanager
     def watch(self, loader: ResumableLoader) -> Iterator[None]:
@@ -162,6 +259,7 @@ class MultiRankStop(StopController):
         self._requested = self._requested or StopRequest(reason, signal)
 
     def synchronize(self) -> None:
+        self._stop_if_spent()
         self._exchange_requests()
         self._at_window_start = RandomState()
 

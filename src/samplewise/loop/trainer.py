@@ -14,44 +14,26 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import to_device
-from samplewise.core.constants import constants_of
-from samplewise.core.criteria import Criterion
 from samplewise.core.files import absolute
+from samplewise.core.losses import Criterion, constants_of
 from samplewise.core.state import reseed
 from samplewise.core.text import plural
-from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
-from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, LRMonitor, ModelCheckpoint
-from samplewise.loop.checkpoint.frozen_params import FrozenParams, with_frozen
-from samplewise.loop.checkpoint.resume_settings import RunSettings
-from samplewise.loop.checkpoint.state import (
-    check_compatible,
-    check_parts,
-    check_savable,
-    class_names,
-    load_errors,
-    load_part,
-    load_random_states,
-    load_rank_state,
-    part_state,
-    rank_state,
-)
+from samplewise.core.validate import CheckedAttributes
+from samplewise.errors import BatchError, CheckpointError, TrainingWarning
+from samplewise.loop import arguments
+from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
+from samplewise.loop.checkpoint.state import RunState
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
-from samplewise.loop.durations import Duration, end_of_training, interval
-from samplewise.loop.evaluation import Evaluator
+from samplewise.loop.evaluation import Evaluator, MetricFunction, StatefulMetric
 from samplewise.loop.events import Listeners
-from samplewise.loop.fit_result import FitResult
-from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
-from samplewise.loop.metrics import MetricFunction, StatefulMetric
-from samplewise.loop.progress import Progress
+from samplewise.loop.meters import LossMeter, PhaseTimer, Progress, loading_notice, peak_memory
 from samplewise.loop.run_dir import RunDirectory, run_metadata
-from samplewise.loop.stopping import StopRequest, stop_controller
+from samplewise.loop.stopping import Duration, FitResult, StopRequest, end_of_training, interval, stop_controller
 from samplewise.parallel import collectives, launch
-from samplewise.parallel.collectives import errors_on_all_ranks, on_every_rank
+from samplewise.parallel.collectives import errors_on_all_ranks
 from samplewise.parallel.ddp import inner
-from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 from samplewise.step.window import BatchCursor
@@ -94,7 +76,7 @@ class Trainer(CheckedAttributes):
         progress: bool = True,
         save: Literal["all", "trained"] = "all",
     ):
-        _check_arguments(step, run, callbacks, metrics, seed)
+        arguments.check_trainer(step, run, callbacks, metrics, seed)
         self.step = step
         self.model = inner(step.model)
         self.seed = seed
@@ -109,18 +91,15 @@ class Trainer(CheckedAttributes):
         self.fast_dev_run = False  # True while fit(fast_dev_run=True) runs
         self.expected_updates: int | None = None  # total number of updates at the end of fit; None if unknown
         self._progress = Progress()
-        shown = [self._progress] if progress else []
-        self._callbacks = Listeners(
-            [*shown, *_complete(callbacks, self.run)], trainer=self, step=step, model=self.model
-        )
+        ordered = [*([self._progress] if progress else []), *_complete(callbacks, self.run)]
+        self._callbacks = Listeners(ordered, trainer=self, step=step, model=self.model)
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
         self._run_directory = None if self.run is None else RunDirectory(self.run)
-        self._frozen = FrozenParams(self.model, save)
-        self._settings = RunSettings(step)
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
         self._loss_meter = LossMeter(step.config.hides_samples)
+        self._run_state = RunState(step, self.model, self._loss_meter, self._callbacks, seed, save)
         self._timer = PhaseTimer()
         self._noted_loading = False  # the note about slow loading was written
         self._complete = True  # from now on, attributes are checked when they are assigned
@@ -167,18 +146,26 @@ class Trainer(CheckedAttributes):
             self._session(fast_dev_run),
             self.step._slow_compile_notice(self._progress.line),
         ):
-            until = self._until(epochs, updates)
-            self._check_private_options(overfit_batches, validate)
-            self._check_resume(resume)
+            # Check the arguments, before files are opened and privacy is spent.
+            privacy = self.step.privacy
+            if privacy is not None and epochs is None and updates is None:
+                updates = privacy.plan.updates  # those that are paid for
+            until = end_of_training(epochs, updates)
+            callbacks = self._callbacks.callbacks
+            options = {"overfit_batches": overfit_batches is not None, "fast_dev_run": fast_dev_run}
+            arguments.check_private(self.step, self.log_every, callbacks, validate, options)
+            arguments.check_resume(resume, self.run)
+
+            # Open loader and run directory, and load the newest checkpoint. Callbacks may change the settings then.
             data = self._open(loader, overfit_batches, resume)
             if self.fast_dev_run:
                 until = Duration(self._epoch + 1, "ep")
             self.expected_updates = self._expected_updates(data, until)
-            self._check_paid()
+            arguments.check_paid(self.step, self.expected_updates)
             self._callbacks.emit("on_fit_start")
-            self._settings.fit_started()
+            self._run_state.settings.fit_started()
             self._timer.start(data.seconds_waited)
-            self._stop_if_spent()
+
             self._stopping.synchronize()
             metrics: dict[str, float] = {}
             while not self._stopping.is_over(until, self._epoch):
@@ -190,7 +177,6 @@ class Trainer(CheckedAttributes):
                     for update in self.step.over(self._batches(data)):
                         self._record_update(update, data)
                         self._callbacks.emit("on_update", update=update)
-                        self._stop_if_spent()
                         self._stopping.synchronize()
                         if self._stopping.is_over(until, self._epoch):
                             break
@@ -198,68 +184,12 @@ class Trainer(CheckedAttributes):
                         metrics = self._end_epoch(data, validate)
                         self._callbacks.emit("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._stopping.synchronize()
+
             done = "fast_dev_run is done" if self.fast_dev_run else until.done()
             stop = self._stopping.stop or StopRequest(done)
             self._end(stop.reason, data)
             counters = self.step.counters
             return FitResult(stop.reason, stop.signal, self._epoch, counters.updates, metrics)
-
-    def _until(self, epochs: int | None, updates: int | None) -> Duration:
-        """Duration of the training. A private one makes the updates that are paid for, unless it is given."""
-        privacy = self.step.privacy
-        if privacy is not None and epochs is None and updates is None:
-            updates = privacy.plan.updates
-        return end_of_training(epochs, updates)
-
-    def _check_private_options(self, overfit_batches: int | None, validate: Iterable[Any] | None) -> None:
-        """Raise PrivacyError for options of `fit` that a private training cannot have, before anything is spent."""
-        if self.step.privacy is None:
-            return
-        if isinstance(getattr(validate, "batch_sampler", None), PoissonSampler):
-            raise PrivacyError(
-                "validate must be a plain loader, because only updates use draws; found one of privacy.loader. Pass a "
-                "DataLoader of the validation data."
-            )
-        intervals = {"log_every": self.log_every}
-        for callback in self._callbacks.callbacks:
-            if isinstance(callback, (ModelCheckpoint, LRMonitor)):
-                intervals[f"every of {type(callback).__name__}"] = callback.every
-            monitors = isinstance(callback, EarlyStopping) or (isinstance(callback, ModelCheckpoint) and callback.best)
-            if monitors and self.step.config.hides_samples and (validate is None or callback.monitor == "train_loss"):
-                raise PrivacyError(
-                    f"{type(callback).__name__} must monitor a value of the validation with privacy=, because training "
-                    f"losses are hidden; found {callback.monitor!r} and "
-                    f"{'no validation loader' if validate is None else 'a validation loader'}. Pass validate=, and "
-                    "monitor 'loss' or a metric."
-                )
-        for name, every in intervals.items():
-            if every.unit == "samples" and self.step.config.hides_samples:
-                raise PrivacyError(
-                    f"{name} must be a number of updates with privacy=, because numbers of samples are hidden; found "
-                    f"{str(every)!r}. Write for example '50up'."
-                )
-        reasons = {
-            "overfit_batches": (overfit_batches is not None, "it would use the same draws again"),
-            "fast_dev_run": (self.fast_dev_run, "it writes no files, so that its update would not be recorded"),
-        }
-        for name, (given, reason) in reasons.items():
-            if given:
-                raise PrivacyError(f"{name} must not be used with privacy=, because {reason}; found it. Leave it out.")
-
-    def _check_paid(self) -> None:
-        """Raise PrivacyError if the training would make more updates than are paid for."""
-        privacy = self.step.privacy
-        if privacy is not None and (self.expected_updates or 0) > privacy.plan.updates:
-            raise PrivacyError(
-                f"a private training must make at most the {privacy.plan.updates} updates that are paid for; found "
-                f"{self.expected_updates}. Train for fewer, or plan more with sw.Privacy(updates=...)."
-            )
-
-    def _stop_if_spent(self) -> None:
-        """Stop if further draws are planned but not paid for, because updates were repeated with new noise."""
-        privacy = self.step.privacy
-        if privacy is not None and privacy.is_exhausted:
-            self._stopping.request(f"all {privacy.plan.updates} updates that are paid for are made")
 
     def stop(self, reason: str) -> None:
         """End the training after this update, on all ranks. `FitResult.reason` is the text. Call it while `fit` runs.
@@ -297,20 +227,17 @@ class Trainer(CheckedAttributes):
         counters = self.step.counters
         line = self._loss_meter.read()
         costs = {"phases": self._timer.read(data.seconds_waited), "memory": peak_memory(self.device)}
-        if not self.step.config.hides_samples:
+        if not self._loss_meter.hides_samples:
             line = {"samples": counters.samples, **line}
         self.write("train", epoch=self._epoch, update=counters.updates, **line, **costs)
-        self._note_slow_loading(data)
-
-    def _note_slow_loading(self, data: ResumableLoader) -> None:
-        """Write and print one note if most of the time is spent waiting for the loader."""
         if self._noted_loading:
             return
+        # One note if most of the time is spent waiting for the loader; not for the first batch, when workers start.
         first = data.first_wait
         text = loading_notice(data.loader, data.seconds_waited - first, self._timer.wall_seconds - first)
         if text is not None:
             self._noted_loading = True
-            self.write("note", update=self.step.counters.updates, text=text)
+            self.write("note", update=counters.updates, text=text)
             self._progress.line(text)
 
     def _end_epoch(self, data: ResumableLoader, validate: Iterable[Any] | None) -> dict[str, float]:
@@ -320,8 +247,9 @@ class Trainer(CheckedAttributes):
         """
         if self._loss_meter.has_unread_updates:
             self._write_train_line(data)
-        self._check_has_updates()
-        found = {} if validate is None else self._validate(data, validate)
+        if not self._loss_meter.has_updates_in_epoch:
+            self._check_samples_are_carried()
+        metrics = {} if validate is None else self._validate(data, validate)
         epoch = self._epoch
         self._epoch += 1
         data.seek(DataPosition())
@@ -329,14 +257,12 @@ class Trainer(CheckedAttributes):
         trained = self._loss_meter.read_epoch()
         self.write("epoch", epoch=epoch, update=done, **trained)
         if validate is not None:
-            self.write("validation", epoch=epoch, update=done, **found)
+            self.write("validation", epoch=epoch, update=done, **metrics)
         losses = {"loss": trained["loss"], "train_loss": trained["loss"]} if "loss" in trained else {}
-        return {**losses, **found}
+        return {**losses, **metrics}
 
-    def _check_has_updates(self) -> None:
-        """Raise BatchError if the epoch has made no update, unless its samples are carried into the next epoch."""
-        if self._loss_meter.has_updates_in_epoch:
-            return
+    def _check_samples_are_carried(self) -> None:
+        """Raise BatchError for an epoch without updates, unless its samples are carried into the next epoch."""
         carried = collectives.all_reduce_scalars(self.step._has_pending_samples)[0]
         if self.fast_dev_run or not carried:
             raise BatchError(
@@ -366,7 +292,7 @@ class Trainer(CheckedAttributes):
 
     def _open(self, loader: Iterable[Any], overfit_batches: int | None, resume: bool) -> ResumableLoader:
         """Open the loader and the run directory, and resume from the newest checkpoint if asked. Collective."""
-        _check_overfit_batches(overfit_batches)
+        arguments.check_overfit_batches(overfit_batches)
         if self._loader is None:
             constants = () if self.step.privacy is not None else constants_of(self.step.loss_fn)
             checkpointed = self._files is not None
@@ -380,9 +306,7 @@ class Trainer(CheckedAttributes):
         self._loader.set_loader(loader, overfit_batches)
         self.loader = self._loader.loader
         if self._files is not None:
-            check_parts(self._parts())
-            self._settings.start()
-            self._frozen.record()
+            self._run_state.start()
             self._files.open(resume, self._load)
             if self.step.privacy is not None:
                 self.step.privacy.open(self._files.directory)  # after a resume it is open
@@ -395,11 +319,11 @@ class Trainer(CheckedAttributes):
         """After a resume, write a line of kind "note" if settings differ from those of the checkpoint, and warn unless
         they were set by a callback.
         """
-        found = self._settings.differences()
-        if any(found):
-            self.write("note", update=self.step.counters.updates, text=str(found))
-        if (found.kept or found.changed) and collectives.rank() == 0:
-            warnings.warn(str(found), TrainingWarning, stacklevel=3)
+        differences = self._run_state.settings.differences()
+        if any(differences):
+            self.write("note", update=self.step.counters.updates, text=str(differences))
+        if (differences.restored or differences.changed) and collectives.rank() == 0:
+            warnings.warn(str(differences), TrainingWarning, stacklevel=3)
 
     def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:
         """Number of updates at the end of the training; None if unknown."""
@@ -418,7 +342,9 @@ class Trainer(CheckedAttributes):
         self._stopping = stop_controller(self.step)
         with self._stopping.handle_signals():
             try:
-                self._check_fast_dev_run(fast_dev_run)
+                position = DataPosition() if self._loader is None else self._loader.committed
+                interrupted = self.step._has_pending_samples or position.is_inside_epoch
+                arguments.check_fast_dev_run(fast_dev_run, interrupted)
                 self.fast_dev_run = fast_dev_run
                 yield
             except BaseException as error:
@@ -434,24 +360,6 @@ class Trainer(CheckedAttributes):
                     self._loader = None  # the next call of fit starts at the beginning of an epoch
                 self.fast_dev_run = False
 
-    def _check_fast_dev_run(self, fast_dev_run: bool) -> None:
-        if not isinstance(fast_dev_run, bool):
-            raise ValueError(f"fast_dev_run must be True or False; found {fast_dev_run!r}.")
-        position = DataPosition() if self._loader is None else self._loader.committed
-        if fast_dev_run and (self.step._has_pending_samples or position.is_inside_epoch):
-            raise ValueError(
-                "a fast_dev_run must start at the beginning of an epoch; found that an earlier call of fit has stopped "
-                "inside one. Make a new step and trainer for it."
-            )
-
-    def _check_resume(self, resume: bool) -> None:
-        if not isinstance(resume, bool):
-            raise ValueError(
-                f"resume must be True or False; found {resume!r}. The run to continue is that of Trainer(..., run=...)."
-            )
-        if resume and self.run is None:
-            raise ValueError("resume=True needs a run directory; found none. Use Trainer(..., run='runs/name').")
-
     # --- files -----------------------------------------------------------------------------------------------------
 
     @property
@@ -466,9 +374,8 @@ class Trainer(CheckedAttributes):
         fields: numbers, texts, or lists or dicts of these. `update` is the position of the line on the axis of loggers;
         default: the number of updates so far.
         """
-        files = self._files
-        if files is not None:
-            files.write(kind=kind, **fields)
+        if self._run_directory is not None and not self.fast_dev_run:
+            self._run_directory.write(kind=kind, **fields)
         self._callbacks.emit("on_log", kind=kind, fields=fields)
 
     def save(self) -> Path:
@@ -484,7 +391,7 @@ class Trainer(CheckedAttributes):
         """
         if self.fast_dev_run:
             return Path(os.devnull)
-        state = {**self._frozen.model_state(), "update": self.step.counters.updates}
+        state = {**self._run_state.model_state(), "update": self.step.counters.updates}
         return self._run_files().save_model(name, state)
 
     def _run_files(self) -> RunDirectory:
@@ -492,62 +399,22 @@ class Trainer(CheckedAttributes):
             raise CheckpointError("a checkpoint needs a run directory; found none. Use Trainer(..., run='runs/name').")
         return self._files
 
-    def _state(self, log: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state(self, log_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state for a checkpoint, and that of this rank. Collective.
 
-        log: length of the log in bytes.
+        log_bytes: length of the log.
         """
         assert self._loader is not None
-        check_savable(self.step)
-        parts = self._parts()
-        states = on_every_rank(lambda: {name: part_state(part) for name, part in parts.items()})
-        states |= self._frozen.model_state()
-        own = rank_state(self.step)
-        position = self._loader.state(self.step._consumed)
-        states["trainer"] = {"epoch": self._epoch, **position, "log_bytes": log, "seed": self.seed}
-        states["classes"] = class_names(parts)
-        states["settings"] = self._settings.state_dict()
-        return states, own
+        return self._run_state.collect(self._loader, self._epoch, log_bytes)
 
     def _load(self, state: dict[str, Any]) -> int:
         """Load the state of a checkpoint, and return the length in bytes of the log that belongs to it."""
         assert self._loader is not None
         if self.step.privacy is not None:
             self.step.privacy.open(self._run_files().directory)  # before the state, which may be older than the log
-        saved = state["trainer"]
-        parts = self._parts()
-        check_compatible(state, parts, self.seed)
-        with load_errors("loader"):
-            self._loader.check_data(saved, saved["epoch"])
-        states = {**state, "model": with_frozen(state["model"], state["frozen"], self.model)}
-        for name, part in parts.items():
-            with load_errors(name):
-                load_part(part, states[name])
-        self._settings.load(state)
-        with load_errors("open window"):
-            load_rank_state(state["per_rank"], self.step)
-        self._epoch = saved["epoch"]
-        with load_errors("loader"):
-            self._loader.load(saved, self._epoch)
-        self.step.counters.epochs = self._epoch  # higher by 1 if the loader was exhausted, which will happen again
-        with load_errors("random state"):
-            load_random_states(state["per_rank"], self.seed)
-        return saved["log_bytes"]
-
-    def _parts(self) -> dict[str, Any]:
-        """Return the objects with a state dict, by their names in a checkpoint."""
-        parts: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.step.optimizer,
-            "step": self.step,
-            "meters": self._loss_meter,
-            "callbacks": self._callbacks,
-        }
-        if self.step.scheduler is not None:
-            parts["scheduler"] = self.step.scheduler
-        if isinstance(self.step.loss_fn, nn.Module):
-            parts["loss"] = self.step.loss_fn
-        return parts
+        self._run_state.load(state, self._loader)
+        self._epoch = state["trainer"]["epoch"]
+        return state["trainer"]["log_bytes"]
 
     # --- evaluation and prediction ---------------------------------------------------------------------------------
 
@@ -584,26 +451,6 @@ def _complete(callbacks: Iterable[object], run: Path | None) -> list[object]:
         return ordered
     saves = any(isinstance(callback, ModelCheckpoint) for callback in ordered)
     return [LayerGradNorms(), *ordered, *([] if saves else [ModelCheckpoint()])]
-
-
-def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any) -> None:
-    if not isinstance(step, Step):
-        raise TypeError(
-            f"step must be a samplewise Step; found {type(step).__name__}. Use sw.Step(model, optimizer, loss)."
-        )
-    if run is not None and (not isinstance(run, (str, Path)) or not str(run)):
-        raise ValueError(f"run must be the path of a directory, or None; found {run!r}. Pass for example 'runs/name'.")
-    if type(seed) is not int:
-        raise ValueError(f"seed must be an int; found {seed!r}.")
-    if not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Pass a list.")
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Pass a dict.")
-
-
-def _check_overfit_batches(overfit_batches: Any) -> None:
-    if overfit_batches is not None and (type(overfit_batches) is not int or overfit_batches < 1):
-        raise ValueError(f"overfit_batches must be a positive number of batches; found {overfit_batches!r}.")
 
 
 _steps_in_fit: weakref.WeakSet[Step] = weakref.WeakSet()

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from samplewise.core.devices import accelerator
+from samplewise.core.memory import accelerator
 from samplewise.errors import DistributedError
 from samplewise.parallel import collectives
 from samplewise.parallel.ddp import DDP

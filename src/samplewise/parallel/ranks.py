@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.devices import DeviceGenerator
+from samplewise.core.memory import DeviceGenerator
 from samplewise.core.state import RandomState
 from samplewise.errors import DistributedError, NonFiniteGradientError
 from samplewise.parallel import collectives

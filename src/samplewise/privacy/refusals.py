@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from samplewise.core.memory import Auto
+from samplewise.core.microbatch import Auto
 from samplewise.errors import PrivacyError
 from samplewise.privacy.privacy import Privacy
 from samplewise.transforms.chain import Chain

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from samplewise.core.memory import Auto, as_microbatch
-from samplewise.core.signatures import accepts
+from samplewise.core.microbatch import Auto, as_microbatch
+from samplewise.core.validate import accepts
 from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.launch import ParallelArgument
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy

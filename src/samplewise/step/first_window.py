@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import length
-from samplewise.core.batchnorm import mixing_batch_norms
-from samplewise.core.modes import check_modes, warn
+from samplewise.core.modes import check_modes, mixing_batch_norms, warn
 from samplewise.core.text import listed
 from samplewise.errors import ParameterError, TransformError
 from samplewise.parallel import collectives

@@ -14,9 +14,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from samplewise.core.batches import copied, cut, length
 from samplewise.core.closure_state import CallSnapshot
-from samplewise.core.criteria import Criterion
-from samplewise.core.losses import LossFn, columns_of, per_sample
-from samplewise.core.memory import bounded
+from samplewise.core.losses import Criterion, LossFn, columns_of, per_sample
+from samplewise.core.memory import count_saved_bytes
 from samplewise.core.text import plural
 from samplewise.engine.arguments import check_attached
 from samplewise.engine.backward import accumulate_sum, notify_ready
@@ -109,7 +108,7 @@ class LossEvaluator:
         else:
             with (
                 self.precision.autocast(self.trained.device),
-                nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
+                nullcontext() if self.budget is None else count_saved_bytes(*self.modules, budget=self.budget),
                 nullcontext() if self.guard is None else self.guard.watching(),
             ):
                 result = self.loss_fn(self.model, microbatch)

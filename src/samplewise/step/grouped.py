@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import length, take
-from samplewise.core.batchnorm import mixing_batch_norms
-from samplewise.core.host_copy import copy_to_device
+from samplewise.core.memory import copy_to_device
+from samplewise.core.modes import mixing_batch_norms
 from samplewise.core.text import listed, plural
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.parallel import collectives

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.host_copy import HostCopy
+from samplewise.core.memory import HostCopy
 from samplewise.engine.deferred_checks import DeferredChecks, all_finite_flag, largest_values
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, SamplewiseError
 from samplewise.transforms.stats import SampleStats, cat, denominator

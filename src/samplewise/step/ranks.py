@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.memory import Auto
+from samplewise.core.microbatch import Auto
 from samplewise.core.state import Buffers
 from samplewise.errors import DistributedError, NonFiniteLossError
 from samplewise.parallel import collectives

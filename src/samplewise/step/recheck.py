@@ -19,18 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 from samplewise.core.batches import copied, cut, length
 from samplewise.core.closure_state import CallSnapshot
-from samplewise.core.constants import NotPerSampleError, difference_of_slice
-from samplewise.core.losses import (
+from samplewise.core.comparisons import (
     ORDERS,
     RANDOM,
+    NotPerSampleError,
     broadcast_cause,
     changed_by_exchange,
     changed_by_order,
+    difference_of_slice,
     differing,
     loss_alone,
-    per_sample,
     why_not_alone,
 )
+from samplewise.core.losses import per_sample
 from samplewise.core.memory import is_out_of_memory
 from samplewise.core.modes import warn
 from samplewise.core.state import eval_mode

@@ -11,15 +11,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import check_loader, keep_whole
-from samplewise.core.constants import constants_of
-from samplewise.core.criteria import Criterion
-from samplewise.core.losses import as_loss_fn
-from samplewise.core.memory import Auto, as_microbatch
-from samplewise.core.microbatch import memory_budget
-from samplewise.core.predictions import PREDICTION_COLUMNS
+from samplewise.core.losses import PREDICTION_COLUMNS, Criterion, as_loss_fn, constants_of
+from samplewise.core.microbatch import Auto, as_microbatch, memory_budget
 from samplewise.core.state import Buffers
+from samplewise.core.validate import CheckedAttributes
 from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.parallel.collectives import errors_on_all_ranks
 from samplewise.parallel.ddp import inner

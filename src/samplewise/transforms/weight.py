@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import pick
-from samplewise.core.host_copy import copy_to_device
+from samplewise.core.memory import copy_to_device
 from samplewise.engine.deferred_checks import current_checks, read_at_once
 from samplewise.errors import TransformError
 from samplewise.transforms.stats import PerSample, SampleStats

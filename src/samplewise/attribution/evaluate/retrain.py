@@ -30,8 +30,8 @@ from samplewise.attribution.outputs import OutputFn, margin
 from samplewise.attribution.rows_file import read_index
 from samplewise.core.batches import leaves
 from samplewise.core.files import absolute, read_tensors, require_safetensors, sha256, write_json, write_tensors
-from samplewise.core.progress import progress
 from samplewise.core.state import random_state_restored
+from samplewise.core.text import progress
 from samplewise.dataset_pass import check_order, check_repeatable
 from samplewise.errors import StoreError
 from samplewise.step.step import Step

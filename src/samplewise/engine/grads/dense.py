@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from samplewise.core.tensor_storage import stored_values
+from samplewise.core.memory import stored_values
 from samplewise.engine.grads.base import RowwiseGrad
 from samplewise.engine.grads.kernels import flat_squared_norms
 

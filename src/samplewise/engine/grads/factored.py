@@ -37,7 +37,7 @@ ENOUGH_LEFT = 0.75
 ROWS_PAY = 1.75
 FEW_ELEMENTS = 2**20
 # Maximum number of elements of one tensor of kept rows: the allocator keeps the memory of smaller tensors when they are
-# freed, see `core.allocator`.
+# freed, see `core.memory`.
 LARGEST_PART = 2**22
 # Rows of at most this fraction of the size of the factors give norms faster than pairs of tokens do.
 ROWS_PAY_FOR_NORMS = 0.75

@@ -16,9 +16,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batchnorm import batch_norms
-from samplewise.core.losses import broadcast_cause
-from samplewise.core.tensor_storage import is_plain, stored_values
+from samplewise.core.comparisons import broadcast_cause
+from samplewise.core.memory import is_plain, stored_values
+from samplewise.core.modes import batch_norms
 from samplewise.core.text import listed
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.graph.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.predictions import IGNORE_INDEX
+from samplewise.core.losses import IGNORE_INDEX
 from samplewise.core.state import snapshot
 from samplewise.parallel import collectives
 

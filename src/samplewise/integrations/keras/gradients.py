@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from samplewise.core.memory import Microbatch, as_microbatch
+from samplewise.core.microbatch import Microbatch, as_microbatch
 from samplewise.core.text import listed
 from samplewise.engine.gradients import Gradients
 from samplewise.engine.gradients import gradients as torch_gradients

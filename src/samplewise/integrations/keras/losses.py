@@ -15,7 +15,7 @@ from keras.src.backend import get_keras_mask
 from keras.src.trainers.compile_utils import get_loss
 from torch import Tensor
 
-from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
+from samplewise.core.losses import PREDICTION_COLUMNS, prediction_columns
 from samplewise.errors import LossesError
 
 AVERAGES = ("sum_over_batch_size", "mean", "none", None)

@@ -11,7 +11,7 @@ import keras
 import torch
 from keras import ops, tree
 
-from samplewise.core.memory import Auto
+from samplewise.core.microbatch import Auto
 from samplewise.engine.deferred_checks import finite_losses
 from samplewise.errors import ParameterError, SamplesInteractError
 from samplewise.integrations.keras.losses import sample_losses

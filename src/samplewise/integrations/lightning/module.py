@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 
-from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
+from samplewise.core.losses import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
 from samplewise.engine.outputs import checked_outputs
 from samplewise.errors import DistributedError, GraphError, LossesError
 from samplewise.integrations.adapter import BatchLoss

@@ -2,14 +2,13 @@
 
 what is saved
     state            state of a trainer: collecting it, checking it and loading it
-    resume_settings  settings of the run, compared with those of the script on resume
-    frozen_params    frozen parameters that are left out with save="trained", and their checksums
+    resume_settings  settings of the run, compared with those of the script on resume; frozen parameters that are left
+                     out with save="trained", and their checksums
 how it is written and read
-    encoding         nested state <-> JSON values and named tensors
-    format           the files of a checkpoint: state.json, model.safetensors and one safetensors file per rank
-    sharding         which rank writes which chunk of a tensor, and how tensors are assembled
+    encoding         nested state <-> JSON values and named tensors; checks of keys and types in a nested state
+    format           the files of a checkpoint: state.json, model.safetensors and one safetensors file per rank; which
+                     rank writes which chunk of a tensor, and how tensors are assembled
     io               writing a checkpoint atomically, also in the background; reading it
-    schema           checks of keys and types in a nested state
 which exist
     directory        the checkpoints of a run; `sw.load_checkpoint`
 """

@@ -36,7 +36,7 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dic
 
     Nothing is unpickled, so a checkpoint from an untrusted source cannot run code, and no file is changed.
     """
-    path = _checked(path)
+    path = _check_path(path)
     folders = [folder for folder in (path / FOLDER, path) if folder.name == FOLDER and folder.is_dir()]
     if not folders:
         return io.read(path, device)
@@ -49,14 +49,14 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dic
     return newest[0]
 
 
-def _checked(path: Any) -> Path:
+def _check_path(path: Any) -> Path:
     """Return the path; raise CheckpointError for a path where there can be no checkpoint."""
     remedy = (
         "Pass the path of a checkpoint such as 'runs/name/checkpoints/update-000000100.ckpt', or of a run directory."
     )
     if not isinstance(path, (str, Path)) or not str(path):
-        found = "the empty path ''" if path == "" else str(path)[:40]
-        raise CheckpointError(f"path must name a checkpoint or a run directory; found {found}. {remedy}")
+        text = "the empty path ''" if path == "" else str(path)[:40]
+        raise CheckpointError(f"path must name a checkpoint or a run directory; found {text}. {remedy}")
     path = Path(path)
     if path.is_file() and (path.parent / STATE_FILE).exists():
         raise CheckpointError(
@@ -102,7 +102,7 @@ def _final(path: Path) -> Path:
 
 
 class Checkpoints:
-    """Directory of checkpoints that keeps the newest `keep` of them, 2 by default, and those in `protect`.
+    """Directory of checkpoints that keeps the newest `keep` of them, 2 by default.
 
     Only one run at a time may use it: a checkpoint that another run is writing looks like that of an interrupted save.
     """
@@ -112,19 +112,28 @@ class Checkpoints:
             raise ValueError(f"keep must be at least 1, the newest checkpoint; found {keep}.")
         self.directory = Path(directory)
         self.keep = keep
-        self.protect: set[Path] = set()
-        self._check_writable()
+        # Write a file, since os.access reports no problem for root, even on a read-only disk.
+        probe = self.directory / f".{uuid.uuid4().hex[:8]}{PARTIAL}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as why:
+            raise CheckpointError(
+                f"{self.directory} must be a directory that can be written to; found: {why}. "
+                "Use another directory, or fix its permissions."
+            ) from why
 
-    def save(self, state: dict[Any, Any], update: int, own: Any = None) -> Path:
+    def save(self, state: dict[Any, Any], update: int, rank_state: Any = None) -> Path:
         """Write the state after `update` updates, then remove older checkpoints. Returns the path.
 
-        own: state of this rank: see `io.write`.
+        rank_state: state of this rank: see `io.write`.
         """
         if update < 0:
             raise ValueError(f"update must be a number of updates, 0 or more; found {update}.")
         self._remove_leftovers()  # first, since they may fill the disk
         path = self.path_of(update)
-        io.write(path, state, own)
+        io.write(path, state, rank_state)
         self.remove_older_than(update)
         return path
 
@@ -144,13 +153,11 @@ class Checkpoints:
         return [path for _, path in newest_first(self.directory)]
 
     def remove_older_than(self, update: int) -> None:
-        """Remove checkpoints before `update`, except the newest `keep - 1` of them and those in `protect`."""
+        """Remove checkpoints before `update`, except the newest `keep - 1` of them."""
         # Later checkpoints stay: they may still be needed after a run was resumed from an earlier one.
         older = [path for number, path in newest_first(self.directory) if number < update]
-        protected = {path.resolve() for path in self.protect}
         for path in older[self.keep - 1 :]:
-            if path.resolve() not in protected:
-                _remove(path, io.remove_checkpoint)
+            _remove(path, io.remove_checkpoint)
 
     def _remove_leftovers(self) -> None:
         """Remove what interrupted saves have left, except the only copy of a checkpoint that was being replaced."""
@@ -161,19 +168,6 @@ class Checkpoints:
         for path in self.directory.glob(f".*{REPLACED}"):
             if _final(path).exists():
                 _remove(path, io.remove)
-
-    def _check_writable(self) -> None:
-        # Write a file, since os.access reports no problem for root, even on a read-only disk.
-        probe = self.directory / f".{uuid.uuid4().hex[:8]}{PARTIAL}"
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
-        except OSError as why:
-            raise CheckpointError(
-                f"{self.directory} must be a directory that can be written to; found: {why}. "
-                "Use another directory, or fix its permissions."
-            ) from why
 
 
 def _remove(path: Path, remove: Callable[[Path], None]) -> None:

@@ -1,11 +1,12 @@
-"""Encoding of a nested state as JSON values and named tensors, and strict decoding.
+"""Encoding of a nested state as JSON values and named tensors, strict decoding, and schemas of decoded states.
 
 Lists, text, None, bools and ordinary numbers are plain JSON; everything else is {"type": content}. A tensor is
 {"tensor": [name, dtype, shape]}. Its name is its path in the state, such as "model.0.weight". A tensor whose memory is
 not in row-major order, such as one in channels_last, has a fourth entry: its dimensions in the order of their strides.
 Fused optimizers are wrong if their state is in another order than the parameter.
 
-Decoding is strict: it accepts what `Encoder` writes and raises `Malformed` for everything else.
+Decoding is strict: it accepts what `Encoder` writes and raises `Malformed` for everything else. A schema states the
+keys and kinds of values that a decoded state must have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,10 @@ class Encoder:
         if cls is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if cls in DICT_TYPES.values():
-            return {cls.__name__: self._encode_items(value, path)}
+            for key in value:
+                if type(key) not in (str, int):
+                    raise TypeError(f"keys of {_dotted(path)} must be text or int; found {key!r}, {type_name(key)}.")
+            return {cls.__name__: [[self.encode(k, path), self.encode(v, (*path, k))] for k, v in value.items()]}
         if cls in (list, tuple):
             items = [self.encode(item, (*path, k)) for k, item in enumerate(value)]
             return items if cls is list else {"tuple": items}
@@ -100,12 +104,6 @@ class Encoder:
             f"found {type_name(value)}. Convert it, or leave it out of the state."
         )
 
-    def _encode_items(self, value: dict[Any, Any], path: KeyPath) -> list[Any]:
-        for key in value:
-            if type(key) not in (str, int):
-                raise TypeError(f"keys of {_dotted(path)} must be text or int; found {key!r}, {type_name(key)}.")
-        return [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
-
     def _encode_tensor(self, value: Tensor, path: KeyPath) -> list[Any]:
         plain = type(value) in TENSOR_TYPES or is_dtensor(value)
         if not plain or value.layout != torch.strided or value.is_meta or value.dtype not in DTYPE_NAMES:
@@ -113,18 +111,13 @@ class Encoder:
                 f"{_dotted(path)} must be a plain, dense tensor with data; found {type_name(value)} of layout "
                 f"{value.layout} and dtype {value.dtype} on {value.device}. Convert it, or leave it out of the state."
             )
-        name = self._new_name(path)
+        name = _dotted(path).encode(errors="backslashreplace").decode()  # safetensors rejects lone surrogates
+        while name in self.tensors or name in RESERVED_NAMES:  # as for {"a.b": x, "a": {"b": y}}
+            name += "'"
         self.tensors[name] = value
         self.paths[name] = path
         order = _memory_order(value)
         return [name, DTYPE_NAMES[value.dtype], list(value.shape), *([] if order is None else [order])]
-
-    def _new_name(self, path: KeyPath) -> str:
-        """Return the path as text, with a suffix if another tensor has this name: {"a.b": x, "a": {"b": y}}."""
-        name = _dotted(path).encode(errors="backslashreplace").decode()  # safetensors rejects lone surrogates
-        while name in self.tensors or name in RESERVED_NAMES:
-            name += "'"
-        return name
 
 
 def _memory_order(tensor: Tensor) -> list[int] | None:
@@ -159,8 +152,15 @@ def type_name(value: object) -> str:
 
 def from_json(text: str | bytes) -> Any:
     """Parse JSON; raise `Malformed` for invalid JSON, NaN, infinity and duplicate keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            raise Malformed("JSON with a duplicate key")
+        return content
+
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant, parse_float=_finite)
     except Malformed:
         raise
     except RecursionError:
@@ -187,13 +187,6 @@ def replace_infos(state: Any, tensor: Callable[[TensorInfo], Tensor]) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(replace_infos(item, tensor) for item in state)
     return state
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise Malformed("JSON with a duplicate key")
-    return content
 
 
 def _no_constant(text: str) -> Any:
@@ -282,3 +275,57 @@ def _instance(cls: type, value: Any) -> Any:
     if type(value) is not cls:
         raise Malformed(f"{type_name(value)} in place of {cls.__name__}")
     return value
+
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+# A schema is a `Kind`, a list of one schema (a list of such values), or a dict of schemas by key. A dict may have
+# further keys.
+
+
+class Kind(NamedTuple):
+    """Named predicate of a value."""
+
+    name: str
+    holds: Callable[[Any], bool]
+
+
+Schema = Kind | list[Any] | dict[str, Any]
+
+COUNT = Kind("a whole number, 0 or more", lambda value: type(value) is int and value >= 0)
+WHOLE = Kind("a whole number", lambda value: type(value) is int)
+NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+POSITIVE = Kind("a finite number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf)
+TEXT = Kind("a text", lambda value: type(value) is str)
+TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))
+DICT = Kind("a dict", lambda value: isinstance(value, dict))
+LIST = Kind("a list", lambda value: type(value) is list)
+
+
+def maybe(kind: Kind) -> Kind:
+    """Return a kind that also accepts None."""
+    return Kind(f"{kind.name}, or None", lambda value: value is None or kind.holds(value))
+
+
+def check(value: Any, schema: Schema, place: str = "") -> None:
+    """Raise `Malformed` with the path of the first value that is missing or of another kind."""
+    if isinstance(schema, Kind):
+        if not schema.holds(value):
+            raise Malformed(f"{_shown(value)} as {place} in place of {schema.name}")
+    elif isinstance(schema, list):
+        check(value, LIST, place)
+        for k, item in enumerate(value):
+            check(item, schema[0], f"{place}.{k}")
+    else:
+        check(value, DICT, place)
+        for key, inner in schema.items():
+            where = f"{place}.{key}" if place else key
+            if key not in value:
+                raise Malformed(f"no {where}")
+            check(value[key], inner, where)
+
+
+def _shown(value: Any) -> str:
+    if type(value) in (bool, int, float, str, type(None)):
+        return repr(value)[:40]
+    return type_name(value)

@@ -26,9 +26,10 @@ safetensors library, which keeps the whole file in memory, or leaves temporary f
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -39,8 +40,22 @@ from torch import Tensor
 
 from samplewise.core.files import other_version, require_safetensors, sha256, sync_file, tensor_bytes
 from samplewise.errors import CheckpointError
-from samplewise.loop.checkpoint.encoding import RESERVED_NAME, Malformed, check_sizes, from_json, to_json
-from samplewise.loop.checkpoint.schema import COUNT, DICT, TEXT, Schema, check
+from samplewise.loop.checkpoint.encoding import (
+    COUNT,
+    DICT,
+    RESERVED_NAME,
+    TEXT,
+    Malformed,
+    Schema,
+    TensorInfo,
+    check,
+    check_sizes,
+    from_json,
+    to_json,
+)
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_rank_zero
+from samplewise.parallel.sharded_parameters import is_dtensor
 
 FORMAT = "samplewise checkpoint"
 # 1: one file, or a directory with torch's pickle. 2: a directory of files of version 1. 3: without model.safetensors,
@@ -71,12 +86,16 @@ STORED_DTYPES = {
 PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
 
 
+Offset = tuple[int, ...]  # in each dimension
+Chunks = dict[Offset, Tensor]  # chunks of one tensor
+
+
 class Chunk(NamedTuple):
     """Tensor, or the part of it that begins at `offset`."""
 
     name: str
     tensor: Tensor
-    offset: tuple[int, ...] | None = None  # in each dimension; None for a complete tensor
+    offset: Offset | None = None  # None for a complete tensor
 
 
 def shard_file(rank: int) -> str:
@@ -160,7 +179,12 @@ def read_state(directory: Path) -> tuple[Any, list[dict[str, Any]]]:
         if sha256([to_json(content)]) != digest:
             raise Malformed("another checksum")
         check(content, CONTENT)
-        _check_file_names([entry["file"] for entry in content["shards"]])
+        names = [entry["file"] for entry in content["shards"]]
+        first = [MODEL_FILE] if MODEL_FILE in names[:1] else []
+        expected = [*first, *map(shard_file, range(len(names) - len(first)))]
+        for name, right in zip(names, expected, strict=True):
+            if name != right:
+                raise Malformed(f"the file name {name[:40]!r} in place of {right!r}")
     except OSError as why:
         raise _unreadable(path, why) from why
     except PARSE_ERRORS as why:
@@ -168,39 +192,21 @@ def read_state(directory: Path) -> tuple[Any, list[dict[str, Any]]]:
     return content["state"], content["shards"]
 
 
-def _check_file_names(names: list[str]) -> None:
-    """Raise `Malformed` unless these are the names of the shards of a checkpoint, in order."""
-    first = [MODEL_FILE] if MODEL_FILE in names[:1] else []
-    expected = [*first, *map(shard_file, range(len(names) - len(first)))]
-    for name, right in zip(names, expected, strict=True):
-        if name != right:
-            raise Malformed(f"the file name {name[:40]!r} in place of {right!r}")
-
-
 def _check_directory(path: Path) -> None:
     """Raise CheckpointError for a checkpoint of an earlier version of the format, and for other files."""
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
-            version = _directory_version(path)
+            version = next((v for name, v in CONTENTS.items() if (path / name).exists()), VERSION)
         else:
-            version = _file_version(path)
+            with _open_regular(path) as file:
+                start = file.read(100)
+            if f'"format":"{FORMAT}"'.encode() not in start:
+                raise foreign(path, f"a file that begins with {start[:9]!r}")
+            version = 1
     except OSError as why:
         raise _unreadable(path, why) from why
     if version != VERSION:
         raise CheckpointError(other_version(path, version, VERSION))
-
-
-def _directory_version(path: Path) -> int:
-    names = [name for name in CONTENTS if (path / name).exists()]
-    return CONTENTS[names[0]] if names else VERSION
-
-
-def _file_version(path: Path) -> int:
-    with _open_regular(path) as file:
-        start = file.read(100)
-    if f'"format":"{FORMAT}"'.encode() not in start:
-        raise foreign(path, f"a file that begins with {start[:9]!r}")
-    return 1
 
 
 def read_shard(directory: Path, entry: dict[str, Any], verify: bool = True) -> list[Chunk]:
@@ -218,19 +224,15 @@ def read_shard(directory: Path, entry: dict[str, Any], verify: bool = True) -> l
             tensors = {name: shard.get_tensor(name) for name in names}
         if verify and sha256([header, *tensors.values()]) != entry["sha256"]:
             raise Malformed("another checksum")
-        return _chunks(tensors, entry["offsets"], prefix)
+        missing = [name for name in entry["offsets"] if name not in tensors]
+        if missing:
+            raise Malformed(f"an offset of {missing[0]!r}, which is not stored")
+        offsets = {name: tuple(check_sizes(offset)) for name, offset in entry["offsets"].items()}
+        return [Chunk(prefix + name, tensor, offsets.get(name)) for name, tensor in tensors.items()]
     except OSError as why:
         raise _unreadable(path, why) from why
     except (safetensors.SafetensorError, *PARSE_ERRORS) as why:
         raise corrupt(path, why) from why
-
-
-def _chunks(tensors: dict[str, Tensor], offsets: dict[Any, Any], prefix: str) -> list[Chunk]:
-    missing = [name for name in offsets if name not in tensors]
-    if missing:
-        raise Malformed(f"an offset of {missing[0]!r}, which is not stored")
-    at = {name: tuple(check_sizes(offset)) for name, offset in offsets.items()}
-    return [Chunk(prefix + name, tensor, at.get(name)) for name, tensor in tensors.items()]
 
 
 def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, list[str]]:
@@ -242,14 +244,14 @@ def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, li
     length = int.from_bytes(start[:8], "little")
     if len(start) == 9 and (start[8:] != b"{" or length > MAX_JSON_BYTES):
         raise foreign(path, f"a file that begins with {start!r}")
-    found = os.fstat(file.fileno()).st_size
-    if found < size:
+    actual = os.fstat(file.fileno()).st_size
+    if actual < size:
         raise CheckpointError(
-            f"{path} must be {size} bytes long; found {found}. It is truncated: copy it again, or use an earlier "
+            f"{path} must be {size} bytes long; found {actual}. It is truncated: copy it again, or use an earlier "
             "checkpoint."
         )
-    if found > size:
-        raise Malformed(f"{found} bytes in place of {size}")
+    if actual > size:
+        raise Malformed(f"{actual} bytes in place of {size}")
     start += file.read(length - 1)
     header = from_json(start[8:])
     if header.pop(RESERVED_NAME, None) != {"format": "pt"}:
@@ -276,22 +278,131 @@ def _open_regular(path: Path) -> BufferedReader:
     return open(path, "rb")
 
 
+# --- chunks: which rank writes which, and how tensors are assembled from them ----------------------------------------
+
+# The planners of torch.distributed.checkpoint decide both. Its import takes about a second and 50 MB, so it is imported
+# only if there are several ranks to write, or a tensor to read that is stored in several chunks.
+
+
+def chunks_to_write(tensors: Mapping[str, Tensor]) -> list[Chunk]:
+    """Return the chunks that this rank writes. Collective.
+
+    A tensor that several ranks have under the same name is written by one of them; of a sharded tensor (DTensor) each
+    rank writes its shard.
+    """
+    if collectives.size() == 1:
+        return [_complete(name, tensor) for name, tensor in tensors.items()]
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=collectives.rank() == 0)
+    local_plans = collectives.all_gather_object(planner.create_local_plan())
+    plans = on_rank_zero(lambda: planner.create_global_plan(local_plans)[0])
+    chunks = []
+    for item in planner.finish_plan(plans[collectives.rank()]).items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor) and item.tensor_data is not None  # there are tensors only
+        where = item.tensor_data.chunk
+        offset = None if where.sizes == item.tensor_data.size else tuple(where.offsets)
+        chunks.append(Chunk(item.index.fqn, tensor.detach(), offset))
+    return chunks
+
+
+def _complete(name: str, tensor: Tensor) -> Chunk:
+    if is_dtensor(tensor):
+        raise TypeError(
+            f"{name} must not be sharded over ranks if one process writes it; found a DTensor. Gather it first."
+        )
+    return Chunk(name, tensor.detach())
+
+
+def match_chunks(infos: Mapping[str, TensorInfo], stored: Iterable[Chunk]) -> dict[str, Chunks]:
+    """Return the chunks of each tensor; raise `Malformed` unless they cover each of its elements exactly once.
+
+    Nothing is allocated before the sizes agree.
+    """
+    chunks: dict[str, Chunks] = {name: {} for name in infos}
+    for name, tensor, offset in stored:
+        if name not in infos:
+            raise Malformed(f"tensor {name!r}, which the state does not use")
+        chunk = unpacked(tensor, infos[name].dtype)
+        at = (0,) * chunk.dim() if offset is None else offset
+        if at in chunks[name]:
+            raise Malformed(f"a duplicate chunk of tensor {name!r}")
+        chunks[name][at] = chunk
+    for name, info in infos.items():
+        _check_cover(info, chunks[name])
+    return chunks
+
+
+def _check_cover(info: TensorInfo, chunks: Chunks) -> None:
+    for offset, chunk in chunks.items():
+        inside = len(offset) == len(info.shape) == chunk.dim() and all(
+            start + length <= size for start, length, size in zip(offset, chunk.shape, info.shape, strict=True)
+        )
+        if not inside:
+            raise Malformed(
+                f"a chunk of shape {list(chunk.shape)} that does not fit into tensor {info.name!r} of {info.dtype} and "
+                f"shape {info.shape}"
+            )
+    count = sum(chunk.numel() for chunk in chunks.values())
+    if count != math.prod(info.shape) or not chunks:
+        raise Malformed(f"{count:,} stored numbers of tensor {info.name!r} in place of {math.prod(info.shape):,}")
+    if len(chunks) == 1:
+        return
+    # Together the chunks have the size of the tensor, so they fill it if they do not overlap.
+    filled = torch.zeros(info.shape, dtype=torch.bool)
+    for offset, chunk in chunks.items():
+        target = filled[tuple(slice(start, start + length) for start, length in zip(offset, chunk.shape, strict=True))]
+        if target.any():
+            raise Malformed(f"chunks of tensor {info.name!r} that overlap")
+        target.fill_(True)
+
+
+def assemble(info: TensorInfo, chunks: Chunks, device: torch.device) -> Tensor:
+    """Return a tensor on `device`, copied from the chunks that cover it."""
+    if len(chunks) == 1:
+        [chunk] = chunks.values()
+        return chunk.to(device, copy=True)
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    parts = [ChunkStorageMetadata(torch.Size(offset), chunk.shape) for offset, chunk in chunks.items()]
+    stored = TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(info.shape), parts)
+    tensor = torch.empty(info.shape, dtype=info.dtype)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({info.name: tensor}, Metadata({info.name: stored}), is_coordinator=True)
+    for item in planner.create_local_plan().items:
+        assert item.storage_index.offset is not None  # set by ChunkStorageMetadata
+        chunk = chunks[tuple(item.storage_index.offset)]
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            chunk = chunk.narrow(dim, start, length)
+        planner.resolve_tensor(item).copy_(chunk)
+    return tensor.to(device)
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def corrupt(path: Path, found: Exception) -> CheckpointError:
+def corrupt(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a file or directory whose content was changed."""
-    shown = str(found) if isinstance(found, Malformed) else f"{type(found).__name__}: {found}"
+    content = str(error) if isinstance(error, Malformed) else f"{type(error).__name__}: {error}"
     return CheckpointError(
-        f"{path} must contain exactly what was written to it; found {shown}. It is corrupt: use an earlier checkpoint."
+        f"{path} must contain exactly what was written to it; found {content}. It is corrupt: use an earlier "
+        "checkpoint."
     )
 
 
-def foreign(path: Path, found: str) -> CheckpointError:
+def foreign(path: Path, content: str) -> CheckpointError:
     """Return the error for a file that is not part of a checkpoint."""
     return CheckpointError(
-        f"{path} must be a checkpoint file written by samplewise; found {found}. It is not a checkpoint: pass another "
-        "path."
+        f"{path} must be a checkpoint file written by samplewise; found {content}. It is not a checkpoint: pass "
+        "another path."
     )
 
 

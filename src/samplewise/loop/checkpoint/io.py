@@ -26,15 +26,17 @@ from samplewise.loop.checkpoint.format import (
     MODEL_PREFIX,
     PARSE_ERRORS,
     Chunk,
+    assemble,
     check_length,
+    chunks_to_write,
     corrupt,
+    match_chunks,
     read_shard,
     read_state,
     shard_file,
     write_shard,
     write_state,
 )
-from samplewise.loop.checkpoint.sharding import assemble, chunks_to_write, match_chunks
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.parallel.sharded_parameters import is_dtensor
@@ -66,16 +68,17 @@ class Prepared(NamedTuple):
         return self._replace(shards=shards)
 
 
-def write(path: Path, state: dict[Any, Any], own: Any = None) -> None:
+def write(path: Path, state: dict[Any, Any], rank_state: Any = None) -> None:
     """Write a checkpoint to the directory `path` atomically. Collective.
 
     state: nested dicts (keys str or int), lists and tuples of tensors, numbers, text, bytes and None. Types are
     preserved, except that subclasses of float (such as NumPy's, which schedulers return) are read as float. Tensors
     that share memory are read as separate tensors. With several ranks, the entries "model", "optimizer" and "loss" must
     be the same on all ranks, except that tensors may be sharded; other entries are those of rank 0.
-    own: state of this rank; `read` returns those of all ranks as a list, in the entry "per_rank". None: no such entry.
+    rank_state: that of this rank; `read` returns those of all ranks as a list, in the entry "per_rank". None: no such
+    entry.
     """
-    _write_files(path, prepare(state, own), collectives.all_gather_object)
+    _write_files(path, prepare(state, rank_state), collectives.all_gather_object)
 
 
 def check(state: dict[Any, Any]) -> None:
@@ -84,45 +87,42 @@ def check(state: dict[Any, Any]) -> None:
     Encoder().encode(state)
 
 
-def prepare(state: dict[Any, Any], own: Any = None) -> Prepared:
+def prepare(state: dict[Any, Any], rank_state: Any = None) -> Prepared:
     """Encode a state and assign its tensors to ranks. Collective. The tensors are not copied."""
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict; found {type_name(state)}.")
     require_safetensors()  # not needed for writing, but without it the checkpoint could not be read
     encoder = Encoder()
-    encoded, encoded_own = on_every_rank(
-        lambda: (encoder.encode(state), encoder.encode(own, (PER_RANK, collectives.rank())))  # names contain the rank
+    encoded, encoded_rank_state = on_every_rank(
+        lambda: (
+            encoder.encode(state),
+            encoder.encode(rank_state, (PER_RANK, collectives.rank())),
+        )  # names contain the rank
     )
     [items] = encoded.values()
-    model = _whole_model(encoder)
-    _check_same_structure([*[item for item in items if item[0] in SHARED], sorted(model)])
-    if own is not None:
-        items.append([PER_RANK, collectives.all_gather_object(encoded_own)])
-    text = to_json(encoded)
-    on_every_rank(lambda: check_length(text))
-    offered = (*SHARED, PER_RANK) if collectives.rank() else (*state, PER_RANK)
-    others = {n: t for n, t in encoder.tensors.items() if n not in model and encoder.paths[n][0] in offered}
-    shards = {shard_file(collectives.rank()): chunks_to_write(others)}
-    if model and collectives.rank() == 0:
-        chunks = [Chunk(name.removeprefix(MODEL_PREFIX), tensor.detach()) for name, tensor in model.items()]
-        shards = {MODEL_FILE: chunks, **shards}
-    return Prepared(text, shards)
-
-
-def _whole_model(encoder: Encoder) -> dict[str, torch.Tensor]:
-    """Return the tensors for model.safetensors: those of the model, unless some are sharded over ranks."""
+    # Tensors for model.safetensors: those of the model, unless some are sharded over ranks.
     inside = [name for name, path in encoder.paths.items() if path[0] == "model" and len(path) > 1]
     model = {name: encoder.tensors[name] for name in inside}
-    return {} if any(map(is_dtensor, model.values())) else model
-
-
-def _check_same_structure(shared: list[Any]) -> None:
+    if any(map(is_dtensor, model.values())):
+        model = {}
+    shared = [*[item for item in items if item[0] in SHARED], sorted(model)]
     if not collectives.all_equal(sha256([to_json(shared)])):
         raise CheckpointError(
             "model, optimizer and loss must have state dicts of the same structure on all ranks, since each rank "
             "saves a part; found that they differ. Construct them identically on every rank. To shard the state of "
             "an optimizer, use parallel='fsdp'."
         )
+    if rank_state is not None:
+        items.append([PER_RANK, collectives.all_gather_object(encoded_rank_state)])
+    text = to_json(encoded)
+    on_every_rank(lambda: check_length(text))
+    offered = (*SHARED, PER_RANK) if collectives.rank() else (*state, PER_RANK)
+    tensors = {n: t for n, t in encoder.tensors.items() if n not in model and encoder.paths[n][0] in offered}
+    shards = {shard_file(collectives.rank()): chunks_to_write(tensors)}
+    if model and collectives.rank() == 0:
+        chunks = [Chunk(name.removeprefix(MODEL_PREFIX), tensor.detach()) for name, tensor in model.items()]
+        shards = {MODEL_FILE: chunks, **shards}
+    return Prepared(text, shards)
 
 
 def _write_files(path: Path, prepared: Prepared, gather: Gather, then: Callable[[], None] | None = None) -> None:
@@ -137,13 +137,17 @@ def _write_files(path: Path, prepared: Prepared, gather: Gather, then: Callable[
         remove(partial)
         partial.mkdir()
 
-    def write_own_shards() -> list[dict[str, Any]]:
+    def write_shards() -> list[dict[str, Any]]:
         partial.mkdir(exist_ok=True)  # makes a directory of another machine visible on network file systems
         return [write_shard(partial / file, chunks) for file, chunks in prepared.shards.items()]
 
     def finish() -> None:
-        shards = [entry for entries in written for entry in entries]
-        _check_shared(partial, shards)
+        for shard in shards:
+            if not (partial / shard["file"]).exists():
+                raise CheckpointError(
+                    f"all ranks must see the same run directory; found that rank 0 does not see {shard['file']} in "
+                    f"{partial.parent}. Use a directory on a shared file system."
+                )
         write_state(partial, prepared.state, shards)
         sync_directory(partial)
         _replace(partial, path)
@@ -154,9 +158,9 @@ def _write_files(path: Path, prepared: Prepared, gather: Gather, then: Callable[
         pass
 
     try:
-        _on_each_rank(create if rank == 0 else nothing, path, gather)
-        written = _on_each_rank(write_own_shards, path, gather)
-        _on_each_rank(finish if rank == 0 else nothing, path, gather)
+        _call_on_ranks(create if rank == 0 else nothing, path, gather)
+        shards = [entry for entries in _call_on_ranks(write_shards, path, gather) for entry in entries]
+        _call_on_ranks(finish if rank == 0 else nothing, path, gather)
     except BaseException:
         if rank == 0:
             with suppress(OSError):
@@ -164,17 +168,7 @@ def _write_files(path: Path, prepared: Prepared, gather: Gather, then: Callable[
         raise
 
 
-def _check_shared(directory: Path, shards: list[dict[str, Any]]) -> None:
-    """Raise CheckpointError if another rank has written its shard to a directory that rank 0 does not see."""
-    for shard in shards:
-        if not (directory / shard["file"]).exists():
-            raise CheckpointError(
-                f"all ranks must see the same run directory; found that rank 0 does not see {shard['file']} in "
-                f"{directory.parent}. Use a directory on a shared file system."
-            )
-
-
-def _on_each_rank(call: Callable[[], Any], path: Path, gather: Gather) -> list[Any]:
+def _call_on_ranks(call: Callable[[], Any], path: Path, gather: Gather) -> list[Any]:
     """Call a function on each rank and return the results of all; raise on all ranks if one fails. Collective."""
     result = None
     error: Exception | None = None
@@ -220,13 +214,13 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, path: Path, state: dict[Any, Any], own: Any, then: Callable[[], None]) -> None:
+    def save(self, path: Path, state: dict[Any, Any], rank_state: Any, then: Callable[[], None]) -> None:
         """Copy a state to the CPU and start to write it: see `write`. Collective.
 
         then: called on rank 0 when the checkpoint is on disk.
         """
         self.wait()
-        prepared = prepare(state, own).copied()
+        prepared = prepare(state, rank_state).copied()
 
         def run() -> None:
             try:
@@ -291,7 +285,8 @@ def read_for_rank(path: Path) -> dict[Any, Any]:
 
 
 def _read(path: Path, device: torch.device, rank: int, size: int, select: int | None) -> dict[Any, Any]:
-    """Read a checkpoint as rank `rank` of `size`. select: item of "per_rank" to read; None for all."""
+    """Read a checkpoint as rank `rank` of `size`. select: item of "per_rank" to read, the others are None (the
+    first if there is no such item); None for all."""
     require_safetensors()
     path = readable(path)
     encoded, shards = read_state(path)
@@ -300,16 +295,12 @@ def _read(path: Path, device: torch.device, rank: int, size: int, select: int | 
         state, infos = decode(encoded)
         chunks = match_chunks(infos, stored)
         if select is not None and isinstance(state.get(PER_RANK), list):
-            state[PER_RANK] = _only(state[PER_RANK], select)
+            items = state[PER_RANK]
+            selected = select if select < len(items) else 0
+            state[PER_RANK] = [item if k == selected else None for k, item in enumerate(items)]
         return replace_infos(state, lambda info: assemble(info, chunks[info.name], device))
     except PARSE_ERRORS as why:
         raise corrupt(path, why) from why
-
-
-def _only(items: list[Any], selected: int) -> list[Any]:
-    """Return the list with None in place of all items but the selected one; the first if there is no such item."""
-    index = selected if selected < len(items) else 0
-    return [item if k == index else None for k, item in enumerate(items)]
 
 
 def readable(path: Path) -> Path:

@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 from samplewise.core.state import RandomState, reseed
 from samplewise.errors import CheckpointError, SamplewiseError
-from samplewise.loop.checkpoint.encoding import Malformed
-from samplewise.loop.checkpoint.frozen_params import check_frozen
-from samplewise.loop.checkpoint.schema import (
+from samplewise.loop.checkpoint.encoding import (
     COUNT,
     DICT,
     LIST,
@@ -36,12 +34,16 @@ from samplewise.loop.checkpoint.schema import (
     TENSOR,
     TEXT,
     WHOLE,
+    Malformed,
     Schema,
     check,
     maybe,
 )
+from samplewise.loop.checkpoint.resume_settings import FrozenParams, RunSettings, check_frozen, with_frozen
+from samplewise.loop.data.loader import ResumableLoader
 from samplewise.loop.data.rng import derive_seed
 from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.parallel.sharded_parameters import is_dtensor
 from samplewise.step.step import Step
 from samplewise.step.window import Counters
@@ -74,7 +76,108 @@ RANK_WINDOW: Schema = {"window": {"counters": COUNTERS, "window": WINDOW}}
 LOAD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 
 
-# --- collecting ------------------------------------------------------------------------------------------------------
+class RunState:
+    """State of a training run: collected for a checkpoint, and loaded from one.
+
+    save: "all", or "trained" to leave out frozen parameters
+    """
+
+    def __init__(self, step: Step, model: nn.Module, meters: Any, callbacks: Any, seed: int, save: str):
+        self.settings = RunSettings(step)
+        self._step = step
+        self._model = model
+        self._meters = meters
+        self._callbacks = callbacks
+        self._seed = seed
+        self._frozen = FrozenParams(model, save)
+
+    def start(self) -> None:
+        """Record settings and frozen parameters of the script, before a checkpoint is loaded. Collective."""
+        for name, part in self._parts().items():  # such as a scheduler of the user's
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise CheckpointError(
+                    f"the {name} must have state_dict and load_state_dict to be saved in a checkpoint; found "
+                    f"{type(part).__name__} without them. Add both methods, or use a Trainer without a run directory."
+                )
+        self.settings.start()
+        self._frozen.record()
+
+    def collect(self, loader: ResumableLoader, epoch: int, log_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state for a checkpoint, and that of this rank. Collective."""
+        step = self._step
+        if not savable(step):
+            raise CheckpointError(
+                "an open window can be saved only as accumulated sums; found samples that are kept until the window is "
+                "full, because a transform needs all samples at once. Use tail='update' or tail='drop', or save inside "
+                "epochs: ModelCheckpoint(every='100up')."
+            )
+        parts = self._parts()
+        # With several ranks, the state of the step omits the open window: each rank has its part of it.
+        window = collectives.size() == 1
+        states = on_every_rank(
+            lambda: {
+                name: step._state_dict(window=window) if part is step else part.state_dict()
+                for name, part in parts.items()
+            }
+        )
+        states |= self.model_state()
+        rank_state = {"random": RandomState().state_dict()}
+        if compiling := step._rank_state():
+            rank_state["compiling"] = compiling
+        if collectives.size() > 1 and collectives.all_reduce_scalars(step._has_pending_samples)[0]:
+            rank_state["window"] = step._window_state()
+        position = loader.state(step._consumed)
+        states["trainer"] = {"epoch": epoch, **position, "log_bytes": log_bytes, "seed": self._seed}
+        states["classes"] = _class_names(parts)
+        states["settings"] = self.settings.state_dict()
+        return states, rank_state
+
+    def model_state(self) -> dict[str, Any]:
+        """Return {"model": state dict, "frozen": checksums of the parameters that it leaves out}. Collective."""
+        return self._frozen.model_state()
+
+    def load(self, state: dict[str, Any], loader: ResumableLoader) -> None:
+        """Load the state of a checkpoint, and go to its position in the data."""
+        saved = state["trainer"]
+        parts = self._parts()
+        check_compatible(state, parts, self._seed)
+        with _load_errors("loader"):
+            loader.check_data(saved, saved["epoch"])
+        states = {**state, "model": with_frozen(state["model"], state["frozen"], self._model)}
+        for name, part in parts.items():
+            with _load_errors(name):
+                _load_part(part, states[name])
+        self.settings.load(state)
+        rank = collectives.rank()
+        per_rank = state["per_rank"]
+        rank_state = per_rank[rank] if rank < len(per_rank) else {}
+        with _load_errors("open window"):
+            self._step._load_rank_state(rank_state.get("compiling", {}))
+            if "window" in rank_state:
+                self._step._load_window_state(rank_state["window"])
+        with _load_errors("loader"):
+            loader.load(saved, saved["epoch"])
+        self._step.counters.epochs = saved["epoch"]  # higher by 1 if the loader was exhausted, which will happen again
+        with _load_errors("random state"):
+            if rank < len(per_rank):
+                RandomState.from_state_dict(rank_state["random"]).restore()
+            else:  # a rank that did not exist when the checkpoint was saved gets a seed derived from its number
+                reseed(derive_seed(self._seed, rank, per_rank[0]["random"]["torch"].tolist()))
+
+    def _parts(self) -> dict[str, Any]:
+        """Return the objects with a state dict, by their names in a checkpoint."""
+        parts: dict[str, Any] = {
+            "model": self._model,
+            "optimizer": self._step.optimizer,
+            "step": self._step,
+            "meters": self._meters,
+            "callbacks": self._callbacks,
+        }
+        if self._step.scheduler is not None:
+            parts["scheduler"] = self._step.scheduler
+        if isinstance(self._step.loss_fn, nn.Module):
+            parts["loss"] = self._step.loss_fn
+        return parts
 
 
 def savable(step: Step) -> bool:
@@ -82,45 +185,7 @@ def savable(step: Step) -> bool:
     return not collectives.all_reduce_scalars(step._has_deferred_samples)[0]
 
 
-def check_savable(step: Step) -> None:
-    if not savable(step):
-        raise CheckpointError(
-            "an open window can be saved only as accumulated sums; found samples that are kept until the window is "
-            "full, because a transform needs all samples at once. Use tail='update' or tail='drop', or save inside "
-            "epochs: ModelCheckpoint(every='100up')."
-        )
-
-
-def check_parts(parts: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a part that has no state dict, such as a scheduler of the user's."""
-    for name, part in parts.items():
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise CheckpointError(
-                f"the {name} must have state_dict and load_state_dict to be saved in a checkpoint; found "
-                f"{type(part).__name__} without them. Add both methods, or use a Trainer without a run directory."
-            )
-
-
-def part_state(part: Any) -> Any:
-    """Return the state dict of a part. With several ranks that of a Step omits the open window: see `rank_state`."""
-    if isinstance(part, Step):
-        return part._state_dict(window=collectives.size() == 1)
-    return part.state_dict()
-
-
-def rank_state(step: Step) -> dict[str, Any]:
-    """Return the state of this rank: random generators, its compiled updates, and its part of an open window of several
-    ranks. Collective.
-    """
-    state = {"random": RandomState().state_dict()}
-    if compiling := step._rank_state():
-        state["compiling"] = compiling
-    if collectives.size() > 1 and collectives.all_reduce_scalars(step._has_pending_samples)[0]:
-        state["window"] = step._window_state()
-    return state
-
-
-def class_names(parts: Mapping[str, Any]) -> dict[str, str]:
+def _class_names(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return the class names of optimizer and scheduler; "none" if there is none.
 
     A state dict does not contain its class: torch would load that of another class, and be wrong or fail later.
@@ -139,10 +204,10 @@ def check_trainer_state(path: Path, state: dict[Any, Any]) -> None:
         check(state["trainer"], {"positions": [POSITION]} if several else {"position": POSITION}, "trainer")
         if not any(state["per_rank"]):
             raise Malformed("no state of a rank")
-        for rank, own in enumerate(state["per_rank"]):
-            if own is not None:
-                check(own, RANK, f"per_rank.{rank}")
-                check(own, RANK_WINDOW if "window" in own else {}, f"per_rank.{rank}")
+        for rank, rank_state in enumerate(state["per_rank"]):
+            if rank_state is not None:
+                check(rank_state, RANK, f"per_rank.{rank}")
+                check(rank_state, RANK_WINDOW if "window" in rank_state else {}, f"per_rank.{rank}")
     except Malformed as why:
         raise CheckpointError(
             f"{path} must contain the state of a trainer; found {why}. It was written for another purpose: use an "
@@ -157,21 +222,17 @@ def check_compatible(state: Mapping[str, Any], parts: Mapping[str, Any], seed: i
             f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}. "
             "Use the saved seed, or start a new run directory."
         )
-    for name, found in class_names(parts).items():
-        if found != state["classes"][name]:
+    for name, kind in _class_names(parts).items():
+        if kind != state["classes"][name]:
             raise CheckpointError(
-                f"a run must be resumed with the {name} it was saved with, {state['classes'][name]}; found {found}. "
+                f"a run must be resumed with the {name} it was saved with, {state['classes'][name]}; found {kind}. "
                 "Use the saved class, or start a new run directory."
             )
     _check_shapes(state, parts)
     check_frozen(state["frozen"], parts["model"])
-    _check_window(state)
-
-
-def _check_window(state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if there is an open window that was saved with another number of ranks."""
+    # An open window is that of the ranks that have opened it.
     ranks = len(state["per_rank"])
-    has_window = any(own is not None and "window" in own for own in state["per_rank"])
+    has_window = any(rank_state is not None and "window" in rank_state for rank_state in state["per_rank"])
     if has_window and ranks != collectives.size():
         raise CheckpointError(
             f"a checkpoint with an open window of {ranks} ranks must be resumed with the same number of ranks; "
@@ -207,7 +268,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_part(part: Any, state: Any) -> None:
+def _load_part(part: Any, state: Any) -> None:
     """Load a state into a part. Tensors that are sharded over ranks receive this rank's shard."""
     if isinstance(part, nn.Module) and any(map(is_dtensor, part.parameters())):
         current = part.state_dict()
@@ -232,30 +293,9 @@ def _shard_like(value: Any, like: Any) -> Any:
     return value
 
 
-def load_rank_state(per_rank: list[Any], step: Step) -> None:
-    """Restore what is compiled on this rank, and its part of an open window of several ranks, if there was one."""
-    rank = collectives.rank()
-    own = per_rank[rank] if rank < len(per_rank) else {}
-    step._load_rank_state(own.get("compiling", {}))
-    if "window" in own:
-        step._load_window_state(own["window"])
-
-
-def load_random_states(per_rank: list[Any], seed: int) -> None:
-    """Restore the random state of this rank.
-
-    A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
-    """
-    rank = collectives.rank()
-    if rank < len(per_rank):
-        RandomState.from_state_dict(per_rank[rank]["random"]).restore()
-    else:
-        reseed(derive_seed(seed, rank, per_rank[0]["random"]["torch"].tolist()))
-
-
 @contextmanager
-def load_errors(what: str) -> Iterator[None]:
-    """Convert errors of loading a state into a CheckpointError that names what was being loaded."""
+def _load_errors(name: str) -> Iterator[None]:
+    """Convert errors of loading a state into a CheckpointError that names the part being loaded."""
     try:
         yield
     except SamplewiseError:
@@ -263,6 +303,6 @@ def load_errors(what: str) -> Iterator[None]:
     except LOAD_ERRORS as why:
         message = str(why).strip().replace("\n\t", " ").partition("\n")[0].rstrip(".")
         raise CheckpointError(
-            f"a checkpoint must fit the {what} of the run that it is loaded into; found {type(why).__name__}: "
-            f"{message}. Use the {what} that the run was saved with, or start a new run directory."
+            f"a checkpoint must fit the {name} of the run that it is loaded into; found {type(why).__name__}: "
+            f"{message}. Use the {name} that the run was saved with, or start a new run directory."
         ) from why

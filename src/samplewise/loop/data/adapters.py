@@ -29,13 +29,12 @@ from samplewise.loop.data.rng import (
     derive_seed,
     is_deterministic,
     nested_parts,
-    seed_generators,
     seed_samples,
+    set_epoch,
 )
-from samplewise.loop.data.sharding import OrderChecker, RankShard, ShardedBatches, sharded_dataset, sharded_indices
+from samplewise.loop.data.sharding import OrderChecker, RankShard, SeededSampler, ShardedBatches, sharded_dataset
 from samplewise.privacy.sampling import PoissonSampler
 
-CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
 END = object()
 
 
@@ -192,45 +191,6 @@ class PoissonLoader(SeededLoader):
         return None  # the number of samples of a draw is private
 
 
-class SeededSampler:
-    """Sampler that yields what the loader's sampler draws under a given seed. The sampler may be infinite."""
-
-    def __init__(self, loader: Any):
-        self._loader = loader
-        self._seed = 0
-        self._skip = 0
-        self._shard = RankShard()
-        self._order = OrderChecker()
-
-    def begin(self, epoch: int, seed: int, skip: int, shard: RankShard) -> OrderChecker:
-        """Set epoch, seed, number of entries to skip and shard for the next iteration."""
-        self._seed = seed
-        self._skip = skip
-        self._shard = shard
-        self._order = OrderChecker(CHUNK)
-        set_epoch(self._loader, epoch, seed)
-        return self._order
-
-    def __iter__(self) -> Iterator[Any]:
-        stream = RngStream(self._seed)
-        if self._shard.size > 1:
-            seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
-        with stream:
-            rest = islice(sharded_indices(self._loader, self._shard, self._order), self._skip, None)
-        while True:
-            with stream:
-                chunk = list(islice(rest, CHUNK))
-            if not chunk:
-                return
-            yield from chunk
-
-    def samples(self, batches: int) -> int:
-        """Number of samples in the first `batches` batches."""
-        if self._loader.batch_sampler is None:
-            return batches
-        return batches * (self._loader.batch_size or 0) or sum(map(len, islice(self, batches)))
-
-
 class StatefulLoader:
     """Loader with state_dict and load_state_dict. Restored from its state; batches up to the position are discarded."""
 
@@ -271,15 +231,15 @@ class StatefulLoader:
             self._stream.load_state_dict(state["random"])
             self._batches = state["batches"]
             self._sharding.position = state.get("position", 0)
-        batches = _drawn_with(self._stream, batches)
+        batches = _draw_with(self._stream, batches)
         if not (self._workers or shard.has_all_samples):
             batches = self._sharding.select(self.order.observe(batches))
-        rest = self._counted(batches)
+        rest = self._count(batches)
         for _ in range(skip - self._batches):
             next(rest, None)
         return rest
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._batches += 1
             yield batch
@@ -351,36 +311,28 @@ class ReplayedLoader:
         set_epoch(self._loader, epoch, seed)
         stream = RngStream(seed)
         with stream:
-            batches = iter(self._restartable(shard))
+            loader: Any = self._loader
+            if isinstance(loader, DataLoader):  # a copy without persistent workers, whose random state would continue
+                dataset = sharded_dataset(loader, shard, self.order) if self._streams else loader.dataset
+                loader = loader_with(loader, persistent_workers=False, dataset=dataset)
+            batches = iter(loader)
         if type(self._loader) not in (list, tuple):
-            batches = _drawn_with(stream, batches)
+            batches = _draw_with(stream, batches)
         if not (self._streams or shard.has_all_samples):
-            batches = self._sharded_by(shard).select(self.order.observe(batches))
+            if not (self._once and self._taken):
+                self._sharding = ShardedBatches(shard)
+            batches = self._sharding.select(self.order.observe(batches))
         if self._once:
             skip -= self._taken
-            batches = self._counted(batches)
+            batches = self._count(batches)
         for _ in range(skip):
             next(batches, None)
         return batches
-
-    def _restartable(self, shard: RankShard) -> Iterable[Any]:
-        """Return the loader; a DataLoader as a copy without persistent workers, whose random state would continue from
-        the last epoch.
-        """
-        if not isinstance(self._loader, DataLoader):
-            return self._loader
-        dataset = sharded_dataset(self._loader, shard, self.order) if self._streams else self._loader.dataset
-        return loader_with(self._loader, persistent_workers=False, dataset=dataset)
 
     @property
     def _streams(self) -> bool:
         """True for a DataLoader with an IterableDataset."""
         return isinstance(self._loader, DataLoader) and not _has_indices(self._loader)
-
-    def _sharded_by(self, shard: RankShard) -> ShardedBatches:
-        if not (self._once and self._taken):
-            self._sharding = ShardedBatches(shard)
-        return self._sharding
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> int | None:
         if self._streams:
@@ -391,7 +343,7 @@ class ReplayedLoader:
             return sum(length(batch) or 1 for batch in islice(rest, batches))
         return None
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._taken += 1
             yield batch
@@ -403,7 +355,7 @@ class ReplayedLoader:
         pass
 
 
-def _drawn_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
+def _draw_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches, each fetched with the random state of `stream`."""
     while True:
         with stream:
@@ -411,14 +363,6 @@ def _drawn_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:
         if batch is END:
             return
         yield batch
-
-
-def set_epoch(loader: Any, epoch: int, seed: int) -> None:
-    """Call `set_epoch` of a loader, its samplers and its dataset, and seed their random generators."""
-    for part in nested_parts(loader):
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
-    seed_generators(loader, seed)
 
 
 def _may_persist(loader: Any) -> bool:

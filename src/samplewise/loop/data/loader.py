@@ -18,7 +18,7 @@ from samplewise.core.batches import Path, check_loader, cut, keep_whole, length
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import io
 from samplewise.loop.data.adapters import END, adapter_for, is_map_style, is_poisson, kind_name
-from samplewise.loop.data.resume_check import Data, describe, differences, listed
+from samplewise.loop.data.resume_check import Data, describe, differences, join_words
 from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
 from samplewise.parallel import collectives
 
@@ -141,7 +141,12 @@ class ResumableLoader:
         self._prefetched = None
         self._start = at
         self._last = None
-        self._check_state()
+        if self._state_unchecked:  # once per loader, before its first batch
+            try:
+                io.check({"loader": self._adapter.state()})
+            except TypeError as why:
+                raise CheckpointError(f"the state of a loader must be savable in a checkpoint: {why}") from why
+            self._state_unchecked = False
         while self.first is None or at.batches < self.first:
             began = perf_counter()
             batch = next(batches, END)
@@ -150,7 +155,8 @@ class ResumableLoader:
             self.first_wait = self.first_wait or waited
             if batch is END:
                 break
-            batch = keep_whole(batch, self._rank_shard.constants)
+            if self._rank_shard.constants:
+                batch = keep_whole(batch, self._rank_shard.constants)
             if at.batch_offset:
                 _check_rows(batch, at.batch_offset)
             self._last = at
@@ -205,10 +211,10 @@ class ResumableLoader:
     def _check_not_empty(self, number: int, at: DataPosition) -> None:
         """Raise BatchError for an epoch without batches, unless it was resumed at its end."""
         if at.batches == 0 and at.start == 0:
-            wanted = "an evaluation" if self.in_use else "an epoch"
+            subject = "an evaluation" if self.in_use else "an epoch"
             where = "" if self.in_use else f" in epoch {number}"
             raise BatchError(
-                f"{wanted} must have at least one batch; found none{where}. Check the loader: a generator is empty "
+                f"{subject} must have at least one batch; found none{where}. Check the loader: a generator is empty "
                 "after its first use, and drop_last=True drops a dataset smaller than one batch."
             )
 
@@ -223,7 +229,12 @@ class ResumableLoader:
         """
         here = self.position_after(consumed)
         if collectives.size() == 1:
-            return {"position": vars(here), "samples_used": self._used_alone(here), "data": [self.data]}
+            # None if the batch size is unknown. Needed to resume with several ranks, whose batch size may differ.
+            used = None
+            size: Any = getattr(self.loader, "batch_size", None)
+            if type(size) is int and self._adapter.samples(0, 0) is not None:
+                used = here.start + here.batches * size + here.batch_offset
+            return {"position": vars(here), "samples_used": used, "data": [self.data]}
         of_ranks = collectives.all_gather_object((vars(here), self.data))
         positions = [DataPosition(**position) for position, _ in of_ranks]
         data = [data for _, data in of_ranks]
@@ -250,37 +261,28 @@ class ResumableLoader:
                 "it then, or start a new run directory."
             )
             self._check_same(before, self.data, remedy, ignore=() if as_many else ("batch size", "sharded"))
-        elif (found := differences(before, self.data)) and collectives.rank() == 0:
+        elif (changes := differences(before, self.data)) and collectives.rank() == 0:
             warnings.warn(
                 f"the run is resumed at the beginning of epoch {epoch} with other data than it was saved with: "
-                f"{listed(found)}. Earlier epochs used the saved data, the epochs from here on use the new data.",
+                f"{join_words(changes)}. Earlier epochs used the saved data, the epochs from here on use the new data.",
                 TrainingWarning,
                 stacklevel=2,
             )
 
     def _check_same(self, before: Data, now: Data, remedy: str, ignore: Iterable[str] = ()) -> None:
-        found = differences(before, now, ignore)
-        if found:
+        changes = differences(before, now, ignore)
+        if changes:
             raise CheckpointError(
                 "an epoch must be continued with the dataset length, batch size, sampler and drop_last that it was "
-                f"started with, or samples would be lost or repeated; found {listed(found)}. {remedy}"
+                f"started with, or samples would be lost or repeated; found {join_words(changes)}. {remedy}"
             )
 
     def _used(self, positions: Sequence[DataPosition]) -> int | None:
         """Number of samples of the epoch that all ranks have used, if they are its first samples; otherwise None."""
-        taken = [position.samples + position.batch_offset for position in positions]
-        even = all(n == len(range(rank, sum(taken), len(taken))) for rank, n in enumerate(taken))
-        known = even and not self.is_marked and self._adapter.samples(0, 0) is not None
-        return positions[0].start + sum(taken) if known else None
-
-    def _used_alone(self, here: DataPosition) -> int | None:
-        """Number of samples that one process has used; None if the batch size is unknown.
-
-        It is needed to resume with several ranks, whose batch size may differ.
-        """
-        size: Any = getattr(self.loader, "batch_size", None)
-        known = type(size) is int and self._adapter.samples(0, 0) is not None
-        return here.start + here.batches * size + here.batch_offset if known else None
+        counts = [position.samples + position.batch_offset for position in positions]
+        even = all(n == len(range(rank, sum(counts), len(counts))) for rank, n in enumerate(counts))
+        countable = even and not self.is_marked and self._adapter.samples(0, 0) is not None
+        return positions[0].start + sum(counts) if countable else None
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Go to the position of a checkpoint, also with another number of ranks."""
@@ -297,8 +299,8 @@ class ResumableLoader:
         used = state.get("samples_used")
         first = positions[0]
         if used is None and len(positions) == 1:
-            found = self._adapter.samples(epoch if self.first is None else 0, first.batches, first.start)
-            used = None if found is None else first.start + found + first.batch_offset
+            samples = self._adapter.samples(epoch if self.first is None else 0, first.batches, first.start)
+            used = None if samples is None else first.start + samples + first.batch_offset
         if used is None or self.first is not None or self.is_marked:
             raise CheckpointError(
                 f"inside an epoch, a run with {kind_name(first.kind)} must be resumed with the number of ranks it was "
@@ -343,15 +345,6 @@ class ResumableLoader:
                 f"{kind_name(position.kind)}; found {kind_name(kind)}. Pass a loader of the same kind."
             )
         return replace(position, kind=kind)
-
-    def _check_state(self) -> None:
-        """Check before the first batch of a loader that its state can be saved."""
-        if self._state_unchecked:
-            try:
-                io.check({"loader": self._adapter.state()})
-            except TypeError as why:
-                raise CheckpointError(f"the state of a loader must be savable in a checkpoint: {why}") from why
-            self._state_unchecked = False
 
 
 def _positions(state: dict[str, Any]) -> list[DataPosition]:

@@ -65,11 +65,11 @@ def differences(before: Data, now: Data, ignore: Iterable[str] = ()) -> list[str
     return [f"{name} {_shown(now[name])} instead of {_shown(before[name])}" for name in names]
 
 
-def listed(found: list[str]) -> str:
+def join_words(items: list[str]) -> str:
     """Join items as "a", "a and b" or "a, b and c"."""
-    if len(found) == 1:
-        return found[0]
-    return f"{', '.join(found[:-1])} and {found[-1]}"
+    if len(items) == 1:
+        return items[0]
+    return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def _shown(value: Any) -> str:

@@ -23,29 +23,33 @@ def derive_seed(*keys: Any) -> int:
 
 def nested_parts(root: Any) -> list[Any]:
     """List an object and, recursively, its datasets and samplers."""
-    found: list[Any] = [root]
-    for part in found:
+    parts: list[Any] = [root]
+    for part in parts:  # which grows meanwhile
         attributes = vars(part) if hasattr(part, "__dict__") else {}
         candidates = [attributes.get(name) for name in ("sampler", "batch_sampler", "dataset")]
-        found += [new for new in candidates if new is not None and all(new is not old for old in found)]
-    return found
+        parts += [new for new in candidates if new is not None and all(new is not old for old in parts)]
+    return parts
 
 
 def seed_generators(root: Any, seed: int) -> None:
     """Seed the random generators that are attributes of an object, its datasets and its samplers."""
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
     for part in nested_parts(root):
         for value in vars(part).values() if hasattr(part, "__dict__") else ():
-            _seed_generator(value, seed)
+            if isinstance(value, torch.Generator):
+                value.manual_seed(seed)
+            elif isinstance(value, random.Random) or (numpy is not None and isinstance(value, numpy.RandomState)):
+                value.seed(seed)
+            elif numpy is not None and isinstance(value, numpy.Generator):
+                value.bit_generator.state = type(value.bit_generator)(seed).state
 
 
-def _seed_generator(value: Any, seed: int) -> None:
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-    if isinstance(value, torch.Generator):
-        value.manual_seed(seed)
-    elif isinstance(value, random.Random) or (numpy is not None and isinstance(value, numpy.RandomState)):
-        value.seed(seed)
-    elif numpy is not None and isinstance(value, numpy.Generator):
-        value.bit_generator.state = type(value.bit_generator)(seed).state
+def set_epoch(loader: Any, epoch: int, seed: int) -> None:
+    """Call `set_epoch` of a loader, its samplers and its dataset, and seed their random generators."""
+    for part in nested_parts(loader):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+    seed_generators(loader, seed)
 
 
 class SeededDataset(Dataset[Any]):
@@ -64,7 +68,14 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     def _seed(self, index: Any) -> None:
-        seed = derive_seed(self.seed, int(self.epoch), _as_key(index))
+        if hasattr(index, "tolist"):  # samplers may yield tensors or arrays
+            index = index.tolist()
+        elif repr(index) == object.__repr__(index):  # which differs in every process
+            raise TypeError(
+                f"an index must be a number, text, or an object with its own __repr__, from which the seed of its "
+                f"random augmentation is computed; found {index!r}. Give its class a __repr__."
+            )
+        seed = derive_seed(self.seed, int(self.epoch), index)
         reseed(seed)
         seed_generators(self.dataset, seed)
 
@@ -129,15 +140,3 @@ class UnwrapInWorker:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the info object is read-only
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
-
-
-def _as_key(index: Any) -> Any:
-    """Return an index in a form whose `repr` is the same in every process."""
-    if hasattr(index, "tolist"):  # samplers may yield tensors or arrays
-        return index.tolist()
-    if repr(index) == object.__repr__(index):
-        raise TypeError(
-            f"an index must be a number, text, or an object with its own __repr__, from which the seed of its random "
-            f"augmentation is computed; found {index!r}. Give its class a __repr__."
-        )
-    return index

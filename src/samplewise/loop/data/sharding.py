@@ -20,10 +20,13 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from samplewise.core.batches import PLAIN, Path, keep_whole, leaves, length, take
+from samplewise.core.state import RngStream
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, DistributedError
-from samplewise.loop.data.rng import nested_parts
+from samplewise.loop.data.rng import nested_parts, seed_generators, set_epoch
 from samplewise.parallel import collectives
+
+CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,10 @@ class RankShard:
         """
         samples = islice(samples, self.start, None)
         while of_all_ranks := list(islice(samples, size * self.size)):
-            mine = of_all_ranks[self.rank :: self.size]
-            if not mine or (drop_last and len(of_all_ranks) < size * self.size):
+            batch = of_all_ranks[self.rank :: self.size]
+            if not batch or (drop_last and len(of_all_ranks) < size * self.size):
                 return
-            yield mine
+            yield batch
 
 
 class OrderChecker:
@@ -115,9 +118,8 @@ class OrderChecker:
 
     def _add(self, leaf: Any) -> None:
         """Add a tensor, array or plain value to the hash; objects of other types count as equal."""
-        seen = leaf.flatten()[: self.ELEMENTS].tolist() if hasattr(leaf, "flatten") else leaf
-        known = isinstance(seen, (list, tuple, *PLAIN))
-        self._digest.update(repr(seen).encode() if known else b"?")
+        values = leaf.flatten()[: self.ELEMENTS].tolist() if hasattr(leaf, "flatten") else leaf
+        self._digest.update(repr(values).encode() if isinstance(values, (list, tuple, *PLAIN)) else b"?")
 
     def check_equal_on_ranks(self, valid: bool = True) -> None:
         """Raise DistributedError if the hash differs from those of the other ranks. Collective.
@@ -138,12 +140,10 @@ class OrderChecker:
 class ShardedBatches:
     """Sharding of batches that are the same on all ranks: each is reduced to this rank's rows."""
 
-    def __init__(self, shard: RankShard, position: int = 0, count: Any = length, pick: Any = take):
-        """position: number of samples of the epoch before the first batch.
-        count, pick: functions that return the length of a batch, and some of its rows.
-        """
+    def __init__(self, shard: RankShard, count: Any = length, pick: Any = take):
+        """count, pick: functions that return the length of a batch, and some of its rows."""
         self.shard = shard
-        self.position = position
+        self.position = 0  # number of samples of the epoch before the next batch
         self._count = count
         self._pick = pick
         self._too_small = 0  # samples of the last batch, if this rank got none of them
@@ -151,9 +151,9 @@ class ShardedBatches:
     def select(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's part of each batch, if it has one."""
         for batch in batches:
-            mine = self.part(batch)
-            if mine is not None:
-                yield mine
+            rows = self.part(batch)
+            if rows is not None:
+                yield rows
 
     def part(self, batch: Any) -> Any:
         """Return this rank's rows of a batch, or None if it has none.
@@ -183,7 +183,7 @@ def sharded_indices(loader: Any, shard: RankShard, order: OrderChecker) -> Itera
     """Return the indices, or lists of indices, of this rank's shard of what the loader's sampler draws."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if shard.has_all_samples:
-        return map(_copied, sampler)
+        return map(_copy_list, sampler)
     if loader.batch_sampler is None:
         return shard.select(order.observe(sampler))
     if loader.batch_size is None:  # a custom batch sampler
@@ -192,9 +192,48 @@ def sharded_indices(loader: Any, shard: RankShard, order: OrderChecker) -> Itera
     return shard.batches(order.observe(sampler.sampler), loader.batch_size, loader.drop_last)
 
 
-def _copied(indices: Any) -> Any:
+def _copy_list(indices: Any) -> Any:
     """Copy a list of indices: some samplers modify a list after they have yielded it."""
     return list(indices) if isinstance(indices, list) else indices
+
+
+class SeededSampler:
+    """Sampler that yields what the loader's sampler draws under a given seed. The sampler may be infinite."""
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+        self._seed = 0
+        self._skip = 0
+        self._shard = RankShard()
+        self._order = OrderChecker()
+
+    def begin(self, epoch: int, seed: int, skip: int, shard: RankShard) -> OrderChecker:
+        """Set epoch, seed, number of entries to skip and shard for the next iteration."""
+        self._seed = seed
+        self._skip = skip
+        self._shard = shard
+        self._order = OrderChecker(CHUNK)
+        set_epoch(self._loader, epoch, seed)
+        return self._order
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = RngStream(self._seed)
+        if self._shard.size > 1:
+            seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
+        with stream:
+            rest = islice(sharded_indices(self._loader, self._shard, self._order), self._skip, None)
+        while True:
+            with stream:
+                chunk = list(islice(rest, CHUNK))
+            if not chunk:
+                return
+            yield from chunk
+
+    def samples(self, batches: int) -> int:
+        """Number of samples in the first `batches` batches."""
+        if self._loader.batch_sampler is None:
+            return batches
+        return batches * (self._loader.batch_size or 0) or sum(map(len, islice(self, batches)))
 
 
 class ShardedStream(IterableDataset[Any]):

@@ -92,7 +92,7 @@ class Guards:
     def _guard_functions(self, functions: Sequence[Any], calls: Calls) -> None:
         """Guard what the called functions read, hooks, autocast and torch settings."""
         roots = roots_of(functions, self._modules)
-        reachable = Reachable(roots, known=self._modules, executed=calls.codes)
+        reachable = Reachable(roots, excluded=self._modules, executed=calls.codes)
         calls.check(reachable)
         for variable in reachable.variables:
             self._fixed.add(variable.where, variable.holder)

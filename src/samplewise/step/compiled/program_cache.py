@@ -17,9 +17,8 @@ from torch import nn
 
 from samplewise.core.batches import cut
 from samplewise.core.closure_state import CallSnapshot
-from samplewise.core.progress import notify_if_slow
 from samplewise.core.reachable import Reachable
-from samplewise.core.text import plural
+from samplewise.core.text import notify_if_slow, plural
 from samplewise.errors import SamplewiseError, TrainingWarning
 from samplewise.step.accumulate import PlainAccumulator, WeightedAccumulator
 from samplewise.step.apply import UpdateApplier

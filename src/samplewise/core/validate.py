@@ -1,7 +1,8 @@
-"""Objects that refuse to assign attributes where that would have no effect."""
+"""Checks of objects and functions of users: attributes that are assigned, and arguments that a function accepts."""
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from samplewise.core.text import did_you_mean
@@ -37,3 +38,16 @@ class CheckedAttributes:
         if not settable:
             rule = f"the attributes of a {kind.__name__} cannot be assigned"
         raise AttributeError(f"{rule}; found {name!r}. {remedy}".rstrip())
+
+
+def accepts(function: Any, arguments: int) -> bool:
+    """True if a function can be called with this number of positional arguments, or if its signature is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of functions written in C
+        return True
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
