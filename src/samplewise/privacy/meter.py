@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from samplewise.errors import PrivacyError
 from samplewise.parallel.group import current_group, on_every_rank
 from samplewise.privacy.privacy import Privacy
-from samplewise.privacy.spending import load_secret, remove_secret, save_secret
-from samplewise.privacy.streams import Secret
+from samplewise.privacy.release_log import load_secret, remove_secret, save_secret
+from samplewise.privacy.rng import Secret
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PrivacyMeter:
         self.plan = plan
         self.zeroed = 0
         self._state = plan._state  # state and spending are shared by all steps of the plan
-        self._spending = plan._spending
+        self._release_log = plan._release_log
         self._directory: Path | None = None
 
     def __repr__(self) -> str:
@@ -50,13 +50,13 @@ class PrivacyMeter:
 
     def spent(self) -> Spent:
         """Epsilon and delta of the updates so far, and how many are left."""
-        made = self._spending.count
+        made = self._release_log.count
         return Spent(self.plan.epsilon_after(made), self.plan.delta, made, self.left)
 
     @property
     def left(self) -> int:
         """Number of updates that are still paid for."""
-        return max(0, self.plan.updates - self._spending.count)
+        return max(0, self.plan.updates - self._release_log.count)
 
     @property
     def is_spent(self) -> bool:
@@ -67,7 +67,7 @@ class PrivacyMeter:
     def is_exhausted(self) -> bool:
         """True if repeated updates have used up what is paid for before the last planned update is made."""
         state = self._state
-        is_replay = (state.secret.public_id, state.branch, state.update) in self._spending.releases
+        is_replay = (state.secret.public_id, state.branch, state.update) in self._release_log.releases
         return state.update < self.plan.updates and not (self.left or is_replay)
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class PrivacyMeter:
         state.check_process()
         if self._directory == directory:
             return
-        spending = self._spending
+        spending = self._release_log
         on_every_rank((lambda: self._open_files(directory)) if current_group().rank == 0 else lambda: None)
         self._directory = state.directory = directory
         known = current_group().broadcast_object((spending.releases, spending.diverged))
@@ -92,7 +92,7 @@ class PrivacyMeter:
 
     def _open_files(self, directory: Path) -> None:
         state = self._state
-        spending = self._spending
+        spending = self._release_log
         moved = state.directory not in (None, directory)
         if moved and (spending.is_open or spending.count):
             raise PrivacyError(
@@ -115,7 +115,7 @@ class PrivacyMeter:
     def close(self, done: bool = False) -> None:
         """Close the log. `done`: the run has ended, so that the key is not needed any more."""
         if self._directory is not None and current_group().rank == 0:
-            self._spending.close()
+            self._release_log.close()
             if done or self.is_spent:
                 remove_secret(self._directory)
         self._directory = None

@@ -16,8 +16,8 @@ from samplewise.core.text import plural
 from samplewise.privacy import accounting
 from samplewise.privacy.accounting import Releases
 from samplewise.privacy.sampling import DrawState, make_loader
-from samplewise.privacy.spending import Spending
-from samplewise.privacy.streams import Secret
+from samplewise.privacy.release_log import ReleaseLog
+from samplewise.privacy.rng import Secret
 from samplewise.transforms.clip import Clip, clip
 from samplewise.transforms.divisor import Divisor
 
@@ -87,7 +87,7 @@ class Privacy:
     # Shared by the loaders and steps of the plan:
     _state: DrawState
     _divisor: Divisor
-    _spending: Spending
+    _release_log: ReleaseLog
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Privacy:
         vars(self).update(
             _state=DrawState(secret, reproducible=self.seed is not None),
             _divisor=Divisor(self.divide_by),
-            _spending=Spending(),
+            _release_log=ReleaseLog(),
         )
 
     def __deepcopy__(self, memo: Any) -> Privacy:

@@ -26,7 +26,7 @@ from samplewise.core.batches import map_leaves
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, PrivacyError
 from samplewise.parallel.group import current_group
-from samplewise.privacy.streams import Secret, stream
+from samplewise.privacy.rng import Secret, stream
 
 BLOCK = 1 << 20  # uniform numbers in memory at once
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from samplewise.privacy import streams
-from samplewise.privacy.streams import BLOCK, Secret, stream
+from samplewise.privacy.rng import BLOCK, Secret, stream
 
 stats = pytest.importorskip("scipy.stats")
 pytest.importorskip("cryptography")
