@@ -34,7 +34,7 @@ def parameters(model):
 
 
 def lines(directory):
-    """Releases in the log; the first line has the settings, and the place of the log."""
+    """Releases in the log; the first line has its version, the settings, and the place of the log."""
     first, *rest = [json.loads(line) for line in (directory / LOG_FILE).read_text().splitlines()]
     assert list(first) == ["format_version", "settings", "place"]
     return rest
@@ -98,8 +98,9 @@ def killed_and_resumed(directory, kills):
     other = directory.with_name("uninterrupted")  # a process of its own: this one may round differently
     other.mkdir()
     (other / KEY_FILE).write_bytes(key)
-    settings = json.loads((directory / LOG_FILE).read_text().splitlines()[0])["settings"]
-    (other / LOG_FILE).write_text(json.dumps({"settings": settings}) + "\n")  # a key without its log is not used
+    first = json.loads((directory / LOG_FILE).read_text().splitlines()[0])
+    del first["place"]
+    (other / LOG_FILE).write_text(json.dumps(first) + "\n")  # a key without its log is not used
     forks.run([sys.executable, str(SCRIPT), str(other), "-1"], check=True)
     found, expected = (torch.load(each / "parameters.pt") for each in (directory, other))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from samplewise.core.text import plural
 from samplewise.privacy import accounting
 from samplewise.privacy.accounting import Releases
-from samplewise.privacy.sampling import DrawState, make_loader
 from samplewise.privacy.release_log import ReleaseLog
 from samplewise.privacy.rng import Secret
+from samplewise.privacy.sampling import DrawState, make_loader
 from samplewise.transforms.clip import Clip, clip
 from samplewise.transforms.divisor import Divisor
 

@@ -32,9 +32,9 @@ from samplewise.privacy.private_loss import OWNED, OWNERS, check_rows, private_l
 from samplewise.privacy.private_model import ModelState, check_private_parameters, largest_terms
 from samplewise.privacy.private_weights import check_private_weights
 from samplewise.privacy.refusals import check_settings, check_sharded_precision, check_transforms
-from samplewise.privacy.sampling import DrawnBatch
 from samplewise.privacy.release_log import Release, ReleaseChecksum
 from samplewise.privacy.rng import Stream, stream
+from samplewise.privacy.sampling import DrawnBatch
 from samplewise.transforms.chain import Chain, Stage, chain
 from samplewise.transforms.clip import clip
 from samplewise.transforms.sensitivity import sensitivity

@@ -5,11 +5,11 @@
     privacy.lock    names the process that writes to the log
 
 A release is the noisy sum of an update. It is identified by its index, the branch of the random streams, and a digest
-of all bits. A resumed run repeats the updates after its checkpoint with the same draws and the same noise. If the digest
-is the same, nothing new is released, and nothing is spent. If not, the difference of the two sums would not be protected
-by noise: the update is refused, and later updates use another branch, with new draws and new noise, and are counted
-again. The first line of the log has the inodes of log and directory: a copy of the directory gets a new key, and so does
-a directory with a key but no log.
+of all bits. A resumed run repeats the updates after its checkpoint with the same draws and the same noise. If the
+digest is the same, nothing new is released, and nothing is spent. If not, the difference of the two sums would not be
+protected by noise: the update is refused, and later updates use another branch, with new draws and new noise, and are
+counted again. The first line of the log has the inodes of log and directory: a copy of the directory gets a new key,
+and so does a directory with a key but no log.
 """
 
 from __future__ import annotations
