@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader
 
 from samplewise.attribution.methods import Scores, method_named
 from samplewise.attribution.ordered_samples import OrderedSamples
-from samplewise.attribution.subject import Outcomes, Subject, check_queries
-from samplewise.attribution.trained_models import read_runs
+from samplewise.attribution.subject import Outcomes, Subject, check_queries, read_runs
 from samplewise.core.files import absolute, sha256, write_bytes, write_json
 from samplewise.core.losses import LossFn
 from samplewise.core.state import eval_mode

@@ -14,7 +14,7 @@ from samplewise.attribution.curvature import DEFAULT_DAMPING
 from samplewise.attribution.ekfac import ekfac
 from samplewise.attribution.influence import influence
 from samplewise.attribution.ordered_samples import OrderedBatches
-from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.attribution.projected_features import OutputFn, margin
 from samplewise.attribution.trak import trak
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.state import eval_mode

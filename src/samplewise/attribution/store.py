@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import checked_damping
-from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.projected_features import (
     Features,
+    OutputFn,
     Writer,
     adam_scale,
     block_slices,

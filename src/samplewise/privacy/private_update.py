@@ -26,12 +26,18 @@ from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.losses import LossFn
 from samplewise.errors import PrivacyError, TransformError
 from samplewise.parallel.group import current_group, on_every_rank
-from samplewise.privacy.meter import PrivacyMeter
-from samplewise.privacy.privacy import Privacy
-from samplewise.privacy.private_loss import OWNED, OWNERS, check_rows, private_loss_fn
+from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.privacy.private_model import ModelState, check_private_parameters, largest_terms
-from samplewise.privacy.private_weights import check_private_weights
-from samplewise.privacy.refusals import check_settings, check_sharded_precision, check_transforms
+from samplewise.privacy.refusals import (
+    OWNED,
+    OWNERS,
+    check_private_weights,
+    check_rows,
+    check_settings,
+    check_sharded_precision,
+    check_transforms,
+    private_loss_fn,
+)
 from samplewise.privacy.release_log import Release, ReleaseChecksum
 from samplewise.privacy.rng import Stream, stream
 from samplewise.privacy.sampling import DrawnBatch

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
 from samplewise.errors import PrivacyError
-from samplewise.privacy.meter import PrivacyMeter
-from samplewise.privacy.privacy import Privacy
+from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.privacy.private_update import PrivateUpdate
 from samplewise.step.checks import check_cut
 from samplewise.step.parameters import TrainedParameters

@@ -25,8 +25,7 @@ from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.group import current_group, errors_on_all_ranks
 from samplewise.parallel.strategy import join_ranks
-from samplewise.privacy.meter import PrivacyMeter
-from samplewise.privacy.privacy import Privacy
+from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.batch_layouts import BatchLayouts

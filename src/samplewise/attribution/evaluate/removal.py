@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from samplewise.attribution.evaluate.lds import by_query, check_scores
 from samplewise.attribution.evaluate.retrain import retrain
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
-from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.attribution.projected_features import OutputFn, margin
 from samplewise.core.state import random_state_restored
 from samplewise.core.text import plural, render
 

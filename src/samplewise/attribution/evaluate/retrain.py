@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from samplewise.attribution.evaluate import stacked
 from samplewise.attribution.evaluate.lds import Subsets
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples, threads
-from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.attribution.projected_features import OutputFn, margin
 from samplewise.attribution.rows_file import read_index
 from samplewise.core.batches import leaves
 from samplewise.core.files import absolute, read_tensors, require_safetensors, sha256, write_json, write_tensors
