@@ -49,11 +49,11 @@ class Curvature(Protocol):
         """
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(model_shapes: Mapping[str, tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise if the parameters of a model are not those that the curvature was computed for."""
-    if found == shapes:
+    if model_shapes == shapes:
         return
-    differing = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+    differing = sorted(name for name in {*model_shapes, *shapes} if model_shapes.get(name) != shapes.get(name))
     raise ParameterError(
         "the curvature must be of a model with the same trainable parameters; found other names or shapes: "
         f"{listed(differing)}. Compute it again for this model."
@@ -108,7 +108,7 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
     if not count:
         raise ValueError("the loader must yield at least one batch; found none.")
     matrix = group.all_reduce_(total).div_(count)
-    matrix = (matrix + matrix.T).div_(2)  # equal up to rounding
+    matrix = (matrix + matrix.T).div_(2)  # equal up to rounding; Cholesky reads one half
     return Hessian(matrix, {name: tuple(p.shape) for name, p in parameters.items()})
 
 
@@ -119,7 +119,7 @@ def _add_second_derivatives(total: Tensor, losses: Tensor, parameters: list[Tens
         flat = torch.cat([g.reshape(-1) for g in gradients])
     if not flat.requires_grad:  # the losses are linear in the parameters
         return
-    step = max(1, ELEMENTS // len(losses))
+    step = max(1, ELEMENTS // len(losses))  # directions that vmap multiplies at a time: each needs its own activations
     for start in range(0, len(flat), step):
         stop = min(start + step, len(flat))
         directions = torch.zeros(stop - start, len(flat), dtype=flat.dtype, device=flat.device)
@@ -160,15 +160,15 @@ class Hessian:
             eigenvalues, the training has not converged. The sum must be positive definite: the Hessian of a net has
             negative eigenvalues unless it is trained to a minimum, and that of a softmax has zeros.
         """
-        check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
-        factor = self._factored(checked_damping(damping))
+        check_shapes({name: tuple(values.shape[1:]) for name, values in rows.items()}, self.shapes)
+        factor = self._cholesky_factor(checked_damping(damping))
         flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)
         solved = torch.cholesky_solve(flat.T.to(factor), factor).T
         parts = solved.split([rows[name][0].numel() for name in self.shapes], 1)
         by_name = dict(zip(self.shapes, parts, strict=True))
-        return {name: by_name[name].to(each.dtype).reshape(each.shape) for name, each in rows.items()}
+        return {name: by_name[name].to(values.dtype).reshape(values.shape) for name, values in rows.items()}
 
-    def _factored(self, damping: float) -> Tensor:
+    def _cholesky_factor(self, damping: float) -> Tensor:
         if self._factor is None or damping != self._damping:
             self._factor = None  # free its memory first
             mean = self.mean_eigenvalue
@@ -180,7 +180,8 @@ class Hessian:
             damped = self.matrix.clone()
             damped.diagonal().add_(damping * mean)
             factor, failed = torch.linalg.cholesky_ex(damped)
-            if failed or not _is_regular(factor):
+            pivots = factor.diagonal() ** 2  # cholesky_ex accepts a matrix that is singular up to rounding
+            if failed or not pivots.min() > len(factor) * torch.finfo(factor.dtype).eps * pivots.max():
                 smallest = float(torch.linalg.eigvalsh(self.matrix)[0]) / mean
                 raise ValueError(
                     "the Hessian plus damping must be positive definite; found a smallest eigenvalue of "
@@ -193,9 +194,3 @@ class Hessian:
 
     def __repr__(self) -> str:
         return f"Hessian({len(self.matrix):,} parameters in {listed(self.shapes)})"
-
-
-def _is_regular(factor: Tensor) -> bool:
-    """False if the matrix of a Cholesky factor is singular up to rounding."""
-    diagonal = factor.diagonal()
-    return bool(diagonal.min() ** 2 > len(factor) * torch.finfo(factor.dtype).eps * diagonal.max() ** 2)

@@ -130,13 +130,6 @@ def _check_options(curvature: Curvature | None, damping: float | None, cosine: b
         )
 
 
-class _Query(NamedTuple):
-    """Gradients of a batch of queries, as the inner product has prepared them."""
-
-    gradients: Any
-    norms: Parts  # empty without cosine
-
-
 class _Scores(NamedTuple):
     """Scores of training samples and queries at the current parameters: layer -> values, or ALL -> values."""
 
@@ -150,31 +143,33 @@ class _Scores(NamedTuple):
     def of_all(self, train: Iterable[Any], queries: Iterable[Any]) -> Parts:
         """Scores (queries, training samples) of each part."""
         scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
-        queried = scan(self.model, self.loss_fn, queries, microbatch=None)
-        rows = [self._with_query(scanner, train, self._query(g)) for _, g in queried]
-        return _joined(rows, "queries", dim=0)
+        rows = []
+        for _, query_gradients in scan(self.model, self.loss_fn, queries, microbatch=None):
+            query = self.inner_product.query(query_gradients)
+            query_norms = self._norms(query_gradients) if self.cosine else {}
 
-    def _query(self, g: Gradients) -> _Query:
-        return _Query(self.inner_product.query(g), self._norms(g) if self.cosine else {})
+            def of_batch(batch: Any, query: Any = query, query_norms: Parts = query_norms) -> Parts:
+                pieces = [self._of_piece(g, query, query_norms) for _, g in scanner.of(batch)]
+                return _join(pieces, "train", dim=1)
 
-    def _with_query(self, scanner: Scanner, train: Iterable[Any], query: _Query) -> Parts:
-        def of_batch(batch: Any) -> Parts:
-            return _joined([self._of_piece(g, query) for _, g in scanner.of(batch)], "train", dim=1)
+            rows.append(_join(list(map_over_ranks(of_batch, train, "sw.influence")), "train", dim=1))
+        return _join(rows, "queries", dim=0)
 
-        return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train", dim=1)
-
-    def _of_piece(self, g: Gradients, query: _Query) -> Parts:
-        products = self._grouped(self.inner_product.products(g, query.gradients))
+    def _of_piece(self, g: Gradients, query: Any, query_norms: Parts) -> Parts:
+        """Scores (queries, samples) of a microbatch of training samples, on the CPU."""
+        products = self._sum_by_layer(self.inner_product.products(g, query))
         if self.cosine:
             norms = self._norms(g)
-            products = {name: _cosines(part, norms[name], query.norms[name]) for name, part in products.items()}
+            for name, part in products.items():
+                scale = norms[name][:, None] * query_norms[name]
+                products[name] = torch.where(scale > 0, part / torch.where(scale > 0, scale, 1), 0)
         return {name: part.T.cpu() for name, part in products.items()}
 
     def _norms(self, g: Gradients) -> Parts:
-        squares = self._grouped({name: norms.square() for name, norms in self.inner_product.norms(g).items()})
+        squares = self._sum_by_layer({name: norms.square() for name, norms in self.inner_product.norms(g).items()})
         return {name: total.sqrt() for name, total in squares.items()}
 
-    def _grouped(self, parts: Parts) -> Parts:
+    def _sum_by_layer(self, parts: Parts) -> Parts:
         """Sums of values by parameter over all parameters, or those of each module."""
         sums: Parts = {}
         for name, part in parts.items():
@@ -183,12 +178,7 @@ class _Scores(NamedTuple):
         return sums
 
 
-def _cosines(products: Tensor, norms: Tensor, query_norms: Tensor) -> Tensor:
-    scale = norms[:, None] * query_norms
-    return torch.where(scale > 0, products / torch.where(scale > 0, scale, 1), 0)
-
-
-def _joined(parts: list[Parts], name: str, dim: int) -> Parts:
+def _join(parts: list[Parts], name: str, dim: int) -> Parts:
     if not parts:
         raise ValueError(
             f"{name} must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "
@@ -242,7 +232,7 @@ class Solved:
         return g.gram(query, by="parameter")
 
     def norms(self, g: Gradients) -> Parts:
-        width = sum(each.numel() for each in g[0].values())
+        width = sum(row.numel() for row in g[0].values())
         return {"": _roots(self._squares(rows) for rows in g.chunks(max(1, CHUNK // width)))}
 
     def _squares(self, rows: Rows) -> Tensor:
@@ -274,8 +264,9 @@ class Eigenbasis:
         """Gradients in the eigenbasis of each block."""
         forms = factored_grads(g)
         shapes = self.curvature.shapes
-        own = {name: tuple(form.shape) for name, form in forms.items()}
-        check_shapes({name: own.get(name, shapes.get(name)) for name in g.names}, shapes)
+        # Parameters that the losses do not reach have no form, and any shape.
+        model_shapes = {name: tuple(forms[name].shape) if name in forms else shapes.get(name) for name in g.names}
+        check_shapes(model_shapes, shapes)
         return {block: block.coordinates(with_zeros(forms, block, shapes, len(g))) for block in self.curvature.blocks}
 
     def _squares(self, block: Block, form: PerSampleGrad) -> Iterator[Tensor]:
@@ -283,10 +274,10 @@ class Eigenbasis:
 
 
 def _roots(squares: Iterator[Tensor]) -> Tensor:
-    joined = torch.cat(list(squares))
-    if (joined < 0).any():
+    values = torch.cat(list(squares))
+    if (values < 0).any():
         raise ValueError(
             "cosine=True needs a curvature with g^T (H + damping)^-1 g of 0 or more for every gradient g; found "
-            f"{joined.min().item():.3g}. Pass a larger damping."
+            f"{values.min().item():.3g}. Pass a larger damping."
         )
-    return joined.sqrt()
+    return values.sqrt()

@@ -24,6 +24,9 @@ from samplewise.scan import Scanner
 
 # (model, batch) -> outputs (B,), or (outputs, weights); see `outputs_and_weights`
 OutputFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
+# Rows are written when they have this many elements, or when this time has passed since the last write.
+ELEMENTS_PER_WRITE = 2**24
+SECONDS_PER_WRITE = 5.0
 
 
 def margin(model: nn.Module, batch: Any) -> Tensor:
@@ -32,10 +35,10 @@ def margin(model: nn.Module, batch: Any) -> Tensor:
     `batch` is (x, labels) with `model(x)` returning logits (B, classes), or a dict with "labels" for a model of
     transformers.
     """
-    logits, labels = _classified(model, batch)
+    logits, labels = _logits_and_labels(model, batch)
     correct = labels[:, None]
-    others = logits.scatter(1, correct, -torch.inf)
-    return logits.gather(1, correct)[:, 0] - others.logsumexp(1)
+    incorrect_logits = logits.scatter(1, correct, -torch.inf)
+    return logits.gather(1, correct)[:, 0] - incorrect_logits.logsumexp(1)
 
 
 def outputs_and_weights(result: Any) -> tuple[Tensor, Tensor]:
@@ -58,7 +61,7 @@ def outputs_and_weights(result: Any) -> tuple[Tensor, Tensor]:
     return outputs, weights.detach()
 
 
-def _classified(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Logits (B, classes) and labels (B,) of a batch."""
     if isinstance(batch, Mapping) and "labels" in batch:
         labels = batch["labels"]
@@ -81,11 +84,6 @@ def _classified(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return logits, labels
 
 
-# Rows are written when they have this many elements, or when this time has passed since the last write.
-ELEMENTS_PER_WRITE = 2**24
-SECONDS_PER_WRITE = 5.0
-
-
 class Features(NamedTuple):
     """Projected rows (B, dim) of a batch, and weights (B,), both float32 on the CPU."""
 
@@ -101,11 +99,11 @@ def features_of(
     microbatch: Microbatch,
 ) -> Callable[[Any], Features]:
     """Function batch -> Features. weighted: `fn` is an output function."""
-    found: list[Tensor] = []  # weights of the last call
+    last_weights: list[Tensor] = []  # of the last call
 
     def outputs(model: nn.Module, batch: Any) -> Tensor:
         outputs, weights = outputs_and_weights(fn(model, batch))
-        found[:] = [weights]
+        last_weights[:] = [weights]
         return outputs
 
     scanner = Scanner(model, same_constants(outputs, fn) if weighted else fn, microbatch)
@@ -115,7 +113,7 @@ def features_of(
         weights: list[Tensor] = []
         for _, g in scanner.of(batch):
             rows.append(checked_rows(project(g, projection), projection.dim, "rows"))
-            weights.extend(checked_weights(each, len(g)) for each in found)
+            weights.extend(checked_weights(part, len(g)) for part in last_weights)
         return Features(torch.cat(rows), torch.cat(weights) if weighted else None)
 
     return of_batch

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ class RowsFile:
             parts["weights"] = weights
         for kind, part in parts.items():
             name, width, dtype = self._files[kind]
-            with _open_for_writing(self.directory / name) as file:
+            (self.directory / name).touch()
+            with open(self.directory / name, "r+b") as file:  # not "ab": rows after the count, of a crash, are replaced
                 file.seek(len(self) * width * dtype.itemsize)
                 file.write(tensor_bytes(part.to(dtype)))
                 file.truncate()
@@ -160,12 +161,6 @@ def _read(path: Path, dim: int) -> ModelIndex:
     if content["count"] < 0:
         raise invalid(path)
     return ModelIndex(**{name: content[name] for name in types if name != "layers"}, layers=layers)
-
-
-def _open_for_writing(path: Path) -> BinaryIO:
-    """Open a file for writing without truncating it; it is created if needed."""
-    path.touch()
-    return open(path, "r+b")
 
 
 # --- matrices as .npy files -------------------------------------------------------------------------------------------

@@ -41,23 +41,23 @@ class Kernel:
 
     def of_queries(self, queries: Tensor) -> Tensor:
         """K q of each query, divided by sqrt(q^T K q) for the cosine, (Q, width) float32."""
-        queries = self._chosen(queries)
+        queries = self._select(queries)
         if self._factor is not None:
             wide = torch.cholesky_solve(queries.double().T, self._factor).T
-            return _divided(wide, (wide * queries).sum(1).clamp_min(0).sqrt(), self.cosine).float()
-        return _divided(queries, _norms(queries), self.cosine)
+            return _divide(wide, (wide * queries).sum(1).clamp_min(0).sqrt(), self.cosine).float()
+        return _divide(queries, _norms(queries), self.cosine)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Rows, divided by sqrt(r^T K r) for the cosine, (B, width) float32."""
-        rows = self._chosen(rows)
+        rows = self._select(rows)
         if not self.cosine:
             return rows
-        white = rows
+        white = rows  # norms of L^-1 r are sqrt(r^T K r)
         if self._factor is not None:
             white = torch.linalg.solve_triangular(self._factor, rows.double().T, upper=False).T
-        return _divided(rows, _norms(white), True)
+        return _divide(rows, _norms(white), True)
 
-    def _chosen(self, rows: Tensor) -> Tensor:
+    def _select(self, rows: Tensor) -> Tensor:
         return rows if self.columns is None else rows[:, self.columns]
 
 
@@ -85,7 +85,7 @@ class Kernels:
 
     def of_queries(self, queries: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Vectors (Q, width) of the queries for each model. Without models, the queries are returned."""
-        return {n: self._kernels[n].of_queries(own) if n in self._kernels else own for n, own in queries.items()}
+        return {n: self._kernels[n].of_queries(q) if n in self._kernels else q for n, q in queries.items()}
 
     def scores(self, vectors: Mapping[int, Tensor], part: slice) -> Tensor:
         """Scores (Q, samples of the slice)."""
@@ -115,6 +115,7 @@ def largest(scores: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row in descending order, and their samples; the earlier column of equals first."""
     if scores.shape[1] > k:
         top = scores.topk(k + 1)
+        # topk chooses any of equal scores: rows in which the k-th and the next are equal are sorted as a whole.
         tied = top.values[:, k - 1] == top.values[:, k]
         columns = top.indices[:, :k].sort(dim=1).values
         if tied.any():
@@ -137,9 +138,9 @@ def updated_gram(file: RowsFile) -> Tensor:
     if current_group().rank != 0:
         return gram
     # Several processes may search at a time, without a lock, and the store may be read-only: the file is a cache.
-    with suppress(OSError), atomic_write(path, path.with_suffix(f".{uuid.uuid4().hex}.partial")) as written:
-        written.write(tensor_bytes(torch.tensor([float(len(file))], dtype=torch.float64)))
-        written.write(tensor_bytes(gram))
+    with suppress(OSError), atomic_write(path, path.with_suffix(f".{uuid.uuid4().hex}.partial")) as cache:
+        cache.write(tensor_bytes(torch.tensor([float(len(file))], dtype=torch.float64)))
+        cache.write(tensor_bytes(gram))
     return gram
 
 
@@ -157,9 +158,9 @@ def _read_gram(file: RowsFile) -> tuple[int, Tensor]:
 
 def _cholesky(gram: Tensor, damping: float, file: RowsFile) -> Tensor:
     mean = gram.diagonal().mean()
-    added = damping * mean * torch.eye(len(gram), dtype=torch.float64)
-    factor, failed = torch.linalg.cholesky_ex(gram + added)
-    pivots = factor.diagonal()
+    ridge = damping * mean * torch.eye(len(gram), dtype=torch.float64)
+    factor, failed = torch.linalg.cholesky_ex(gram + ridge)
+    pivots = factor.diagonal()  # cholesky_ex accepts a matrix that is singular up to rounding
     if failed or pivots.min() ** 2 < torch.finfo(torch.float64).eps * len(gram) * pivots.max() ** 2:
         raise StoreError(
             f"X^T X + lambda must be invertible; found a singular matrix with {plural(len(file), 'sample')}, "
@@ -172,5 +173,5 @@ def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
-def _divided(rows: Tensor, norms: Tensor, cosine: bool) -> Tensor:
+def _divide(rows: Tensor, norms: Tensor, cosine: bool) -> Tensor:
     return (rows / norms.where(norms > 0, 1)[:, None]).to(rows.dtype) if cosine else rows

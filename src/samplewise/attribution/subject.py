@@ -56,7 +56,7 @@ class Outcomes:
 
     def of(self, rows: Tensor) -> Outcomes:
         """Outcomes of some of the samples."""
-        labels, predictions = (None if each is None else each[rows] for each in (self.labels, self.predictions))
+        labels, predictions = (None if column is None else column[rows] for column in (self.labels, self.predictions))
         return Outcomes(self.losses[rows], labels, predictions)
 
 
@@ -79,7 +79,7 @@ class Subject:
                 loss.load_state_dict(saved)
                 self.models = self.models[-1:]
                 self.notes.append("The loss has weights of its own: only the newest checkpoint is used.")
-        self.states = [each.parameters(model) for each in self.models]
+        self.states = [trained.parameters(model) for trained in self.models]
         model.load_state_dict(self.states[-1])
         if validation is None:
             raise BatchError(
@@ -90,7 +90,7 @@ class Subject:
         self.train = OrderedSamples(train, "training", seed, device)
         self.validation = OrderedSamples(validation, "validation", seed, device)
         length = len(train.dataset)
-        for samples in (each.samples for each in self.models):
+        for samples in (trained.samples for trained in self.models):
             if samples not in (None, length):
                 raise CheckpointError(
                     f"the training dataset must be the one of the run, with {plural(samples, 'sample')}; found "
@@ -118,10 +118,9 @@ class Subject:
         """Weight of each trained model: the learning rate of its last update; 1 each if one is unknown, if all are 0,
         or if there is one model only.
         """
-        rates = [each.learning_rate for each in self.models]
-        known = [rate for rate in rates if rate is not None]
-        usable = len(known) == len(rates) > 1 and any(known)
-        return known if usable else [1.0] * len(rates)
+        rates = [model.learning_rate for model in self.models if model.learning_rate is not None]
+        usable = len(rates) == len(self.models) > 1 and any(rates)
+        return rates if usable else [1.0] * len(self.models)
 
     @property
     def class_names(self) -> list[str]:
@@ -154,29 +153,35 @@ class Subject:
                 outputs = recorder.last("the page shows its predictions", "write a loss function that does")
                 classes.append(_classes(outputs, batch))
                 advance(1)
-        known = [each for each in classes if each is not None]
-        if len(known) < len(classes):
+        columns = [batch_columns for batch_columns in classes if batch_columns is not None]
+        if len(columns) < len(classes):
             return Outcomes(torch.cat(losses))
-        labels, predictions = (torch.cat([each[name].cpu() for each in known]) for name in ("label", "prediction"))
+        labels, predictions = (torch.cat([part[name].cpu() for part in columns]) for name in ("label", "prediction"))
         return Outcomes(torch.cat(losses), labels, predictions)
 
-    def queries(self, wanted: str, limit: int) -> tuple[list[int], Outcomes]:
+    def queries(self, rule: str, limit: int) -> tuple[list[int], Outcomes]:
         """Indices of the queries, and their outcomes; arguments as in `attribute`."""
         samples = self.validation
-        if wanted not in RULES:
-            indices = _parsed(wanted, samples.indices)
+        if rule not in RULES:
+            indices = _parse_indices(rule, samples.indices)
             return indices, self.outcomes(samples.batches(indices))
         outcomes = self.outcomes(samples.batches())
         order = outcomes.losses.argsort(descending=True, stable=True)
-        if wanted == "wrong":
-            order = order[_wrong(outcomes)[order]]
+        if rule == "wrong":
+            if outcomes.labels is None or outcomes.predictions is None:
+                raise ValueError(
+                    "queries='wrong' needs a classification: logits (B, classes) and labels (B,) that are class "
+                    "indices; found another task. Use 'worst', or indices."
+                )
+            wrong = (outcomes.labels != outcomes.predictions) & (outcomes.labels != IGNORE_INDEX)
+            order = order[wrong[order]]
             if not len(order):
                 raise ValueError(
                     "queries='wrong' needs a misclassified validation sample; found none among "
                     f"{plural(len(samples), 'sample')}. Use 'worst'."
                 )
-        chosen = order[:limit]
-        return [samples.indices[k] for k in chosen.tolist()], outcomes.of(chosen)
+        positions = order[:limit]
+        return [samples.indices[k] for k in positions.tolist()], outcomes.of(positions)
 
     def scores(self, method: Method, queries: Sequence[int]) -> Scores:
         """Scores of a method; raises NonFiniteGradientError if they are not finite."""
@@ -215,43 +220,34 @@ def _classes(outputs: Any, batch: Any) -> dict[str, Tensor] | None:
     return prediction_columns(logits, labels, IGNORE_INDEX, ("label", "prediction"))
 
 
-def _wrong(outcomes: Outcomes) -> Tensor:
-    if outcomes.labels is None or outcomes.predictions is None:
-        raise ValueError(
-            "queries='wrong' needs a classification: logits (B, classes) and labels (B,) that are class indices; found "
-            "another task. Use 'worst', or indices."
-        )
-    return (outcomes.labels != outcomes.predictions) & (outcomes.labels != IGNORE_INDEX)
-
-
 # --- indices in a text ------------------------------------------------------------------------------------------------
 
 
-def check_queries(wanted: str | Sequence[int]) -> str:
+def check_queries(queries: str | Sequence[int]) -> str:
     """Queries as text; raises ValueError unless they have the form of a rule or of indices."""
-    text = wanted if isinstance(wanted, str) else ",".join(map(str, wanted))
+    text = queries if isinstance(queries, str) else ",".join(map(str, queries))
     if text in RULES or all(INDICES.fullmatch(part.strip()) for part in text.split(",")):
         return text
     raise ValueError(
-        f"queries must be indices of validation samples such as 0,5,10-20, or wrong, or worst; found {wanted!r}."
+        f"queries must be indices of validation samples such as 0,5,10-20, or wrong, or worst; found {queries!r}."
     )
 
 
-def _parsed(wanted: str, indices: Sequence[int]) -> list[int]:
+def _parse_indices(text: str, indices: Sequence[int]) -> list[int]:
     """Indices in a text such as "0,5,10-20", without duplicates, in the order of the text."""
-    chosen: dict[int, None] = {}
-    known = indices if isinstance(indices, range) else set(indices)
-    for part in wanted.split(","):
+    queries: dict[int, None] = {}  # an ordered set
+    existing = indices if isinstance(indices, range) else set(indices)
+    for part in text.split(","):
         match = INDICES.fullmatch(part.strip())
         assert match is not None  # see `check_queries`
         first = int(match[1])
         last = int(match[2] or first)
-        if first not in known or last not in known or last < first:
+        if first not in existing or last not in existing or last < first:
             raise ValueError(
                 f"queries must be indices of validation samples, {indices[0]} to {indices[-1]}; found {part.strip()}."
             )
-        chosen.update(dict.fromkeys(index for index in range(first, last + 1) if index in known))
-    return list(chosen)
+        queries.update(dict.fromkeys(index for index in range(first, last + 1) if index in existing))
+    return list(queries)
 
 
 @dataclass(frozen=True)
@@ -301,14 +297,14 @@ class TrainedModel:
         check_frozen(frozen, model)
         state = with_frozen(self.state["model"], frozen, model)
         state |= {name: state[name].clone() for name in frozen}  # not the tensors of the model itself
-        own = {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
+        expected = {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
         saved = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
-        for name in dict.fromkeys([*own, *saved]):
-            if own.get(name) != saved.get(name):
+        for name in dict.fromkeys([*expected, *saved]):
+            if expected.get(name) != saved.get(name):
                 raise CheckpointError(
-                    f"the model must be the one that was trained; found {name!r} of shape {own.get(name, 'none')} in "
-                    f"the model and {saved.get(name, 'none')} in {self.path}. Restore the model of that run, or pass a "
-                    "run of this model."
+                    f"the model must be the one that was trained; found {name!r} of shape "
+                    f"{expected.get(name, 'none')} in the model and {saved.get(name, 'none')} in {self.path}. Restore "
+                    "the model of that run, or pass a run of this model."
                 )
         return state
 

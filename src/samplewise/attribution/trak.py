@@ -55,10 +55,12 @@ def trak(
         `sw.auto(memory)`
     """
     check_train_and_queries(train, queries)
-    with _kept_or_temporary(directory) as place:
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        models = [models]
+    with _store_directory(directory) as place:
         store = ProjectedStore(place, dim, seed, dtype=dtype)
         projected: dict[int, Tensor] = {}
-        for model in _each(models):
+        for model in models:
             number = store.fill(model, output_fn, train, returns="outputs", microbatch=microbatch)
             if number in projected:
                 raise ValueError(
@@ -71,20 +73,14 @@ def trak(
         return store.scores(projected, damping=checked_damping(damping))
 
 
-def _each(models: nn.Module | Iterable[nn.Module]) -> Iterable[nn.Module]:
-    if isinstance(models, nn.ModuleList) or not isinstance(models, nn.Module):
-        return models
-    return [models]
-
-
 @contextmanager
-def _kept_or_temporary(directory: str | os.PathLike[str] | None) -> Iterator[str | os.PathLike[str]]:
+def _store_directory(directory: str | os.PathLike[str] | None) -> Iterator[str | os.PathLike[str]]:
     """The directory, or a temporary one that is removed at the end."""
     if directory is not None:
         yield directory
         return
-    with tempfile.TemporaryDirectory(prefix="samplewise-trak-") as own:
-        yield on_rank_zero(lambda: own)
+    with tempfile.TemporaryDirectory(prefix="samplewise-trak-") as temporary:
+        yield on_rank_zero(lambda: temporary)
         current_group().barrier()  # before rank 0 removes it
 
 

@@ -114,8 +114,8 @@ class Privacy:
     ):
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if (epsilon is None) == (noise_multiplier is None):
-            found = "none" if epsilon is None else "both"
-            raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {found}.")
+            count = "none" if epsilon is None else "both"
+            raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {count}.")
         vars(self).update(arguments, clip=_as_clip(clip))  # not by assignment: the instance is frozen
         self._check()
         if epsilon is None:
@@ -165,10 +165,10 @@ class Privacy:
         if not (isinstance(self.adaptive, float) and 0 < self.adaptive < 1):
             raise ValueError(f"adaptive must be a share between 0 and 1, such as 0.5; found {self.adaptive!r}.")
         if self.users is not None or self.clip.by_parameter or self.clip.rescales:
-            found = "users=" if self.users is not None else f"{self.clip}"
+            obstacle = "users=" if self.users is not None else f"{self.clip}"
             raise ValueError(
                 "an adaptive bound must be used without users=, and with a clip of the whole norm such as "
-                f"sw.clip(1.0); found {found}. Leave adaptive out."
+                f"sw.clip(1.0); found {obstacle}. Leave adaptive out."
             )
 
     # --- data ------------------------------------------------------------------------------------------------------
@@ -261,17 +261,17 @@ def _check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite, positive number; found {value!r}.")
 
 
-def _as_clip(given: Any) -> Clip:
+def _as_clip(value: Any) -> Clip:
     """The `clip` argument; a number becomes a clip of the whole gradient."""
-    if isinstance(given, (int, float)):
-        _check_positive("clip", given)
-        return clip(float(given))
-    if not isinstance(given, Clip) or given.max_norm is None:
+    if isinstance(value, (int, float)):
+        _check_positive("clip", value)
+        return clip(float(value))
+    if not isinstance(value, Clip) or value.max_norm is None:
         raise ValueError(
-            f"clip must be a number, or sw.clip(...) with no settings but mode=, by= and gamma=; found {given!r}."
+            f"clip must be a number, or sw.clip(...) with no settings but mode=, by= and gamma=; found {value!r}."
         )
-    _check_positive("max_norm of clip", given.max_norm)
-    return given
+    _check_positive("max_norm of clip", value.max_norm)
+    return value
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class PrivacyMeter:
     def __init__(self, plan: Privacy):
         self.plan = plan
         self.zeroed = 0
-        self._state = plan._state  # state and spending are shared by all steps of the plan
+        self._state = plan._state  # state and log are shared by all steps of the plan
         self._release_log = plan._release_log
         self._directory: Path | None = None
 
@@ -311,8 +311,8 @@ class PrivacyMeter:
 
     def spent(self) -> Spent:
         """Epsilon and delta of the updates so far, and how many are left."""
-        made = self._release_log.count
-        return Spent(self.plan.epsilon_after(made), self.plan.delta, made, self.left)
+        updates = self._release_log.count
+        return Spent(self.plan.epsilon_after(updates), self.plan.delta, updates, self.left)
 
     @property
     def left(self) -> int:
@@ -343,27 +343,26 @@ class PrivacyMeter:
         state.check_process()
         if self._directory == directory:
             return
-        spending = self._release_log
+        log = self._release_log
         on_every_rank((lambda: self._open_files(directory)) if current_group().rank == 0 else lambda: None)
         self._directory = state.directory = directory
-        known = current_group().broadcast_object((spending.releases, spending.diverged))
-        spending.releases, spending.diverged = known
+        log.releases, log.diverged = current_group().broadcast_object((log.releases, log.diverged))
         state.share_secret()
-        state.choose_branch(spending.diverged)
+        state.choose_branch(log.diverged)
 
     def _open_files(self, directory: Path) -> None:
         state = self._state
-        spending = self._release_log
+        log = self._release_log
         moved = state.directory not in (None, directory)
-        if moved and (spending.is_open or spending.count):
+        if moved and (log.is_open or log.count):
             raise PrivacyError(
                 "the updates of one sw.Privacy must be recorded in one directory, because each record counts its own "
                 f"updates only; found {directory} after {state.directory}. Create a new sw.Privacy for each run."
             )
-        spending.open(directory, self.plan._settings)
+        log.open(directory, self.plan._settings)
         if self.plan.seed is not None:
             return
-        if not spending.inherits:  # a key that is here was copied, or its log is lost: its noise may be used elsewhere
+        if not log.inherits:  # a key that is here was copied, or its log is lost: its noise may be used elsewhere
             remove_secret(directory)  # not overwritten: it may be a hard link
         if moved:  # another directory has the key
             state.secret = Secret.new()

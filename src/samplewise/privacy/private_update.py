@@ -85,7 +85,7 @@ class PrivateUpdate:
         self._private_accumulator = private_accumulator
         self._first_bound = plan.clip.max_norm
         self._bound = self._first_bound  # changes if it is adaptive
-        self._state = plan._state  # state and spending are shared by all steps of the plan
+        self._state = plan._state  # state and log are shared by all steps of the plan
         self._release_log = plan._release_log
         self._stream: Stream | None = None  # of the noise of this update
         self._checksum: ReleaseChecksum | None = None
@@ -173,10 +173,10 @@ class PrivateUpdate:
     def begin(self, trained: Trained) -> None:
         assert self._chain is not None
         self._model.remember()
-        wanted = trained.wanted()
-        check_private_parameters(wanted, trained.untracked_parameters())
-        self.parameters = len(wanted)
-        self.term_limit = self.sensitivity * largest_terms(wanted)
+        parameters = trained.wanted()
+        check_private_parameters(parameters, trained.untracked_parameters())
+        self.parameters = len(parameters)
+        self.term_limit = self.sensitivity * largest_terms(parameters)
         if self._weights is None:
             stages = (self._chain.samples, self._chain.groups)
             self._weights = CallSnapshot(t.answer for stage in stages for t in stage.transforms)
@@ -222,14 +222,10 @@ class PrivateUpdate:
     def _add_noise(self, sums: list[Tensor]) -> None:
         """Last transform of the chain. With several ranks, each draws the same noise for the whole sum."""
         assert self._stream is not None
-        std = self._noise_std()
+        std = self._gradient_noise_multiplier() * self.sensitivity
         for total in sums:
             noise = self._stream.normal(total.shape, total.dtype).mul_(std)  # also the imaginary part of complex values
             total.add_(noise.to(total.device))
-
-    def _noise_std(self) -> float:
-        """Standard deviation of the noise on each element of the sum: noise multiplier × sensitivity."""
-        return self._gradient_noise_multiplier() * self.sensitivity
 
     def _gradient_noise_multiplier(self) -> float:
         """Noise multiplier of the gradients. With an adaptive bound it is larger than that of the plan, such that

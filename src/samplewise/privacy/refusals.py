@@ -97,10 +97,10 @@ def check_rows(batch: Any, samples: int) -> None:
     problem = "a batch that cannot be cut into rows" if rows is None else plural(rows, "row")
     if rows == samples:
         entries = [(path, leaf) for path, leaf in located_leaves(batch) if leaf is not None]
-        whole = [(path, leaf) for path, leaf in entries if not has_rows(leaf, samples)]
-        if not whole:
+        without_rows = [(path, leaf) for path, leaf in entries if not has_rows(leaf, samples)]
+        if not without_rows:
             return
-        path, leaf = whole[0]
+        path, leaf = without_rows[0]
         kind = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
         problem = f"{name_of(path)}, of {kind},"
     raise PrivacyError(
@@ -201,7 +201,7 @@ def _check_stage(stage: Stage, stats: SampleStats, before: CallSnapshot) -> None
         try:
             for row, seed in product(samples[:FEW], range(SEEDS)):
                 others = [k for k in samples if k != row]
-                again = call_first([row], seed)
+                first_call = call_first([row], seed)
                 if row == seed == 0:  # only once: caches may take long to fill
                     _clear(before.caches)
                 alone = call_first([row], seed)
@@ -211,18 +211,18 @@ def _check_stage(stage: Stage, stats: SampleStats, before: CallSnapshot) -> None
                 call_first(others or [row], seed)
                 before.restore_random(seed)
                 after = call([row])
-                if not _equal(alone, again):
+                if not _equal(alone, first_call):
                     problem = "gives other weights if it is called again with the same values"
                 elif not _equal(alone, beside):
                     problem = BESIDE
                 elif not _equal(alone, after):
                     problem = "gives a sample another weight after it was called before"
-            whole = call_first([*samples])
-            if _equal(whole, call_first([*samples], seed=1)):
+            coefficients = call_first([*samples])
+            if _equal(coefficients, call_first([*samples], seed=1)):
                 for row in samples[:: 1 + len(samples) // MANY]:
-                    if not _equal(call_first([row]), rows_of(whole, slice(row, row + 1))):
+                    if not _equal(call_first([row]), rows_of(coefficients, slice(row, row + 1))):
                         problem = BESIDE
-                if problem is None and not are_close(whole, transform(_rounded_otherwise(stats))):
+                if problem is None and not are_close(coefficients, transform(_change_last_digits(stats))):
                     problem = (
                         "gives a sample another weight if the last digits of its loss or norm change, which depend on "
                         "the batch"
@@ -234,22 +234,22 @@ def _check_stage(stage: Stage, stats: SampleStats, before: CallSnapshot) -> None
                 "the weight of a sample must depend on this sample alone with privacy=; found that "
                 f"{transform} {problem}. Compute each weight from the values of its own sample."
             )
-        stats = stats.scaled(whole, transform.renormalizes)
+        stats = stats.scaled(coefficients, transform.renormalizes)
 
 
-def _rounded_otherwise(stats: SampleStats) -> SampleStats:
+def _change_last_digits(stats: SampleStats) -> SampleStats:
     """The same results with other last digits: kernels round a sample in another way if the size of the batch changes,
     so that leaving out one sample would change the weights of all others.
     """
 
-    def nudged(values: PerSample | None) -> PerSample | None:
+    def nudge(values: PerSample | None) -> PerSample | None:
         if isinstance(values, dict):
             return {name: v * (1 + 4 * torch.finfo(v.dtype).eps) for name, v in values.items()}
         return values if values is None else values * (1 + 4 * torch.finfo(values.dtype).eps)
 
-    losses = nudged(stats.losses)
+    losses = nudge(stats.losses)
     assert isinstance(losses, Tensor)
-    return replace(stats, losses=losses, raw_norms=nudged(stats.raw_norms))
+    return replace(stats, losses=losses, raw_norms=nudge(stats.raw_norms))
 
 
 def _clear(caches: Sequence[Any]) -> None:

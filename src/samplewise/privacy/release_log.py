@@ -184,7 +184,7 @@ class ReleaseLog:
         `close` was called as often as this.
         """
         if self._openings == 0:
-            self._lock = _acquired_lock(directory)
+            self._lock = _acquire_lock(directory)
             try:
                 self._open(directory, settings)
             except BaseException:
@@ -198,10 +198,10 @@ class ReleaseLog:
         lines = _read(path)
         if lines and lines[0].get("settings") != settings:
             first = lines[0].get("settings") or {}
-            found = ", ".join(f"{k}={v!r} after {first.get(k)!r}" for k, v in settings.items() if first.get(k) != v)
+            changes = ", ".join(f"{k}={v!r} after {first.get(k)!r}" for k, v in settings.items() if first.get(k) != v)
             raise PrivacyError(
-                f"a run must be continued with the privacy settings it was started with; found {found}. Use these, or "
-                "start a new run directory."
+                f"a run must be continued with the privacy settings it was started with; found {changes}. Use these, "
+                "or start a new run directory."
             )
         logged: dict[tuple[str, int, int], str] = {}
         for line in lines[1:]:
@@ -211,7 +211,10 @@ class ReleaseLog:
                 logged[line["key"], line["branch"], line["update"]] = line["digest"]
         self.inherits = bool(lines) and lines[0].get("place", _place_of(path)) == _place_of(path)
         if not self.inherits:
-            _write_anew(path, settings, lines[1:])
+            with atomic_write(path) as file:
+                place = _place_of(Path(file.name))  # the inode stays when the file is renamed
+                first_line = {"format_version": VERSION, "settings": settings, "place": place}
+                file.write(b"".join(json.dumps(line).encode() + b"\n" for line in (first_line, *lines[1:])))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         for (key, branch, update), digest in before.items():
             if (key, branch, update) not in logged:  # made before the log was opened
@@ -258,18 +261,7 @@ def _place_of(path: Path) -> list[int]:
     return [path.parent.stat().st_ino, path.stat().st_ino]
 
 
-def _write_anew(path: Path, settings: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
-    """Replace the log by one with these lines after its first."""
-    with atomic_write(path) as file:
-        first = {
-            "format_version": VERSION,
-            "settings": settings,
-            "place": _place_of(Path(file.name)),
-        }  # the inode stays when it is renamed
-        file.write(b"".join(json.dumps(line).encode() + b"\n" for line in (first, *lines)))
-
-
-def _acquired_lock(directory: Path) -> DirectoryLock:
+def _acquire_lock(directory: Path) -> DirectoryLock:
     """Lock of the log: two steps that write to it would use the same noise for different sums."""
     lock = DirectoryLock(
         directory,
@@ -298,8 +290,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
             f"{path} must be a file that can be read; found: {why}. Restore it from a backup: without it the privacy "
             "of the run is unknown."
         ) from why
-    whole, newline, rest = content.rpartition(b"\n")
-    lines = [_parsed(path, number, line) for number, line in enumerate(whole.split(b"\n"), 1)] if newline else []
+    complete, newline, rest = content.rpartition(b"\n")
+    lines = [_parse(path, number, line) for number, line in enumerate(complete.split(b"\n"), 1)] if newline else []
     if lines and lines[0].get("format_version") != VERSION:
         raise PrivacyError(other_version(path, lines[0].get("format_version"), VERSION))
     digests: dict[tuple[str, int, int], str] = {}
@@ -312,11 +304,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 "not protected by noise."
             )
     if rest:
-        os.truncate(path, len(whole) + len(newline))
+        os.truncate(path, len(complete) + len(newline))
     return lines
 
 
-def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
+def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
     """Line of a log: the settings first, then releases and notes of divergence."""
     try:
         line = json.loads(text)
@@ -331,7 +323,7 @@ def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
         types = {"diverged": int} if is_note else {"update": int, "digest": str}
         types |= {"branch": int, "key": str}
     if not isinstance(line, dict) or any(
-        type(line.get(name)) is not wanted or (wanted is int and line[name] < 0) for name, wanted in types.items()
+        type(line.get(name)) is not type_ or (type_ is int and line[name] < 0) for name, type_ in types.items()
     ):
         raise PrivacyError(
             f"{path} must have one JSON object per line, the settings of the run and then its releases; found {reason} "

@@ -76,10 +76,10 @@ class Training:
         """Batches of the samples in this order."""
         if isinstance(self.dataset, TensorDataset) and self.collate_fn is None:
             return (tuple(t[part] for t in self.dataset.tensors) for part in order.split(self.batch_size))
-        chosen = Subset(self.dataset, order.tolist())
-        return DataLoader(chosen, batch_size=self.batch_size, collate_fn=self.collate_fn)
+        subset = Subset(self.dataset, order.tolist())
+        return DataLoader(subset, batch_size=self.batch_size, collate_fn=self.collate_fn)
 
-    def trained(self, subset: Tensor, seed: int) -> nn.Module:
+    def train(self, subset: Tensor, seed: int) -> nn.Module:
         """A new model, trained on the subset. Depends on the seed only, not on the random state."""
         with random_state_restored():
             step = self.new_step(seed)
@@ -117,12 +117,12 @@ def stack_size(step: Step) -> int:
 
 def _is_stackable(step: Step) -> bool:
     config = step.config
-    plain = not (config.transforms.transforms or config.max_grad_norm or config.precision)
-    whole = config.samples is None and step.scheduler is None and config.on_nonfinite in (None, "raise")
     parameters = list(step.model.parameters())
     return (
-        plain
-        and whole
+        not (config.transforms.transforms or config.max_grad_norm or config.precision)
+        and config.samples is None
+        and step.scheduler is None
+        and config.on_nonfinite in (None, "raise")
         and type(step.optimizer) in ELEMENTWISE
         and not isinstance(step.loss_fn, nn.Module)
         and not list(step.model.buffers())
@@ -153,19 +153,24 @@ class Stack:
         self._names = [name for name, _ in self._loss.named_parameters()]
         columns = zip(*(step.model.parameters() for step in steps), strict=True)
         self._stacked = [nn.Parameter(torch.stack([p.detach() for p in column])) for column in columns]
-        self._optimizer = _optimizer_like(steps[0], self._stacked)
+        # Optimizer of the same class and settings, which are all in the groups, for the stacked parameters:
+        optimizer: Any = steps[0].optimizer
+        stack_of = dict(zip(steps[0].model.parameters(), self._stacked, strict=True))
+        groups = [{**group, "params": [stack_of[p] for p in group["params"]]} for group in optimizer.param_groups]
+        self._optimizer = type(optimizer)(groups)
 
     def update(self, batch: Any) -> None:
         """One update of all models; the leaves of the batch have shape (models, samples, ...)."""
+
+        def loss_of(parameters: tuple[Tensor, ...], batch: Any) -> Tensor:
+            named = dict(zip(self._names, parameters, strict=True))
+            return torch.func.functional_call(self._loss, named, (batch,))
+
         self._optimizer.zero_grad()
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no batching rule
-            losses = torch.vmap(self._loss_of, randomness="error")(tuple(self._stacked), batch)
+            losses = torch.vmap(loss_of, randomness="error")(tuple(self._stacked), batch)
         losses.sum().backward()
         self._optimizer.step()
-
-    def _loss_of(self, parameters: tuple[Tensor, ...], batch: Any) -> Tensor:
-        named = dict(zip(self._names, parameters, strict=True))
-        return torch.func.functional_call(self._loss, named, (batch,))
 
     def models(self) -> list[nn.Module]:
         """The models, with their trained parameters."""
@@ -176,15 +181,7 @@ class Stack:
         return self._models
 
 
-def _optimizer_like(step: Step, stacked: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Optimizer of the same class and settings for the stacked parameters."""
-    stack_of = dict(zip(step.model.parameters(), stacked, strict=True))
-    groups = [{**group, "params": [stack_of[p] for p in group["params"]]} for group in step.optimizer.param_groups]
-    kind: Any = type(step.optimizer)
-    return kind(groups)  # all settings are in the groups
-
-
-def collated(training: Training) -> Any | None:
+def collate_all(training: Training) -> Any | None:
     """All samples as one batch of tensors; None if they are too large, or not tensors of equal shapes."""
     if training.collate_fn is not None:
         return None
@@ -192,23 +189,22 @@ def collated(training: Training) -> Any | None:
         return training.dataset.tensors
     samples: Any = training.dataset
     try:
-        one = default_collate([samples[0]])
-        leaves = tree_flatten(one)[0]
+        leaves = tree_flatten(default_collate([samples[0]]))[0]
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves) * len(samples)
         return default_collate([samples[i] for i in range(len(samples))]) if size <= SAMPLES_IN_MEMORY else None
     except (TypeError, RuntimeError, AttributeError):
         return None
 
 
-def trained_stack(training: Training, data: Any, subsets: Sequence[Tensor], seeds: Sequence[int]) -> list[nn.Module]:
-    """Models trained on subsets of equal size, as `Training.trained` trains each, to rounding."""
+def train_stack(training: Training, data: Any, subsets: Sequence[Tensor], seeds: Sequence[int]) -> list[nn.Module]:
+    """Models trained on subsets of equal size, as `Training.train` trains each, to rounding."""
     with random_state_restored():
         steps = [training.new_step(seed) for seed in seeds]
     for step in steps:
         step.model.train()
     stack = Stack(steps)
     for epoch in range(training.epochs):
-        orders = [training.order(*each, epoch) for each in zip(subsets, seeds, strict=True)]
+        orders = [training.order(subset, seed, epoch) for subset, seed in zip(subsets, seeds, strict=True)]
         for part in torch.stack(orders).split(training.batch_size, dim=1):
             stack.update(tree_map(lambda leaf, part=part: leaf[part], data))
     return stack.models()
@@ -217,14 +213,14 @@ def trained_stack(training: Training, data: Any, subsets: Sequence[Tensor], seed
 def can_be_stacked(training: Training, data: Any, subset: Tensor, seed: int) -> bool:
     """True if the first updates of two stacked models are those of the models alone, to rounding."""
     small = Training(training.make_step, training.dataset, (), training.output_fn, 1, training.batch_size)
-    few = subset[: 2 * training.batch_size]
+    samples = subset[: 2 * training.batch_size]
     try:
-        stacked = trained_stack(small, data, [few, few], [seed, seed + 1])
+        stacked = train_stack(small, data, [samples, samples], [seed, seed + 1])
     except (RuntimeError, ValueError, TypeError, AttributeError):  # operations that vmap does not support
         return False
-    return all(_agree(small.trained(few, seed + k), model) for k, model in enumerate(stacked))
-
-
-def _agree(one: nn.Module, other: nn.Module) -> bool:
-    pairs = [(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True)]
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(a.abs().max())) for a, b in pairs)
+    for k, model in enumerate(stacked):
+        alone = small.train(samples, seed + k)
+        pairs = [(a.detach(), b.detach()) for a, b in zip(alone.parameters(), model.parameters(), strict=True)]
+        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(a.abs().max())) for a, b in pairs):
+            return False
+    return True
