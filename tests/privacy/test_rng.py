@@ -9,7 +9,6 @@ from itertools import combinations
 import pytest
 import torch
 
-from samplewise.privacy import streams
 from samplewise.privacy.rng import BLOCK, Secret, stream
 
 stats = pytest.importorskip("scipy.stats")
