@@ -49,14 +49,14 @@ def outputs_and_weights(result: Any) -> tuple[Tensor, Tensor]:
     """
     outputs, weights = result if isinstance(result, tuple) else (result, None)
     if not isinstance(outputs, Tensor) or outputs.dim() != 1:
-        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise LossesError(f"output_fn must return outputs (B,), or (outputs, weights); found {found}.")
+        description = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise LossesError(f"output_fn must return outputs (B,), or (outputs, weights); found {description}.")
     if weights is None:
         return outputs, torch.sigmoid(-outputs.detach())
     if not isinstance(weights, Tensor) or weights.shape != outputs.shape:
-        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        description = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise LossesError(
-            f"weights of output_fn must be a tensor like its outputs, {tuple(outputs.shape)}; found {found}."
+            f"weights of output_fn must be a tensor like its outputs, {tuple(outputs.shape)}; found {description}."
         )
     return outputs, weights.detach()
 
@@ -76,10 +76,10 @@ def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         )
     logits = getattr(logits, "logits", logits)
     if logits.dim() != 2 or not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
-        found = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} of {labels.dtype}"
+        description = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} of {labels.dtype}"
         raise LossesError(
-            f"margin needs logits (B, classes) and labels (B,) that are class numbers; found {found}. Write your own "
-            "output_fn(model, batch) that returns one number per sample."
+            f"margin needs logits (B, classes) and labels (B,) that are class numbers; found {description}. Write your "
+            "own output_fn(model, batch) that returns one number per sample."
         )
     return logits, labels
 
@@ -135,8 +135,8 @@ def checked_rows(rows: Any, dim: int, name: str) -> Tensor:
 def checked_weights(weights: Tensor, count: int) -> Tensor:
     """Weights (count,) in float32 on the CPU."""
     if not isinstance(weights, Tensor) or weights.shape != (count,):
-        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(f"weights must be a tensor ({count},), one per sample; found {found}.")
+        description = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(f"weights must be a tensor ({count},), one per sample; found {description}.")
     weights = weights.detach().float().cpu()
     if not weights.isfinite().all():
         raise ValueError("weights must be finite in float32; found NaN or infinity.")

@@ -398,10 +398,10 @@ class ProjectedStore:
         for number, directory in enumerate(directories):
             expected = self.directory / f"model-{number:04d}"
             if directory != expected or not directory.is_dir():
-                found = directory.name + ("" if directory.is_dir() else ", which is no directory")
+                entry = directory.name + ("" if directory.is_dir() else ", which is no directory")
                 raise StoreError(
                     f"the store in {self.directory} must have the rows of model {number} in the directory "
-                    f"{expected.name}; found {found}. Restore it from a backup, or fill a new store in another "
+                    f"{expected.name}; found {entry}. Restore it from a backup, or fill a new store in another "
                     "directory."
                 )
         return [RowsFile(directory, self.dim, self.dtype) for directory in directories]

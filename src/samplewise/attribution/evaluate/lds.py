@@ -171,11 +171,11 @@ def check_scores(scores: Tensor, queries: int, samples: int, name: str = "scores
 
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else ()
     if len(shape) != 2 or not fit(*shape):
-        found = shape if isinstance(scores, Tensor) else type(scores).__name__
+        description = shape if isinstance(scores, Tensor) else type(scores).__name__
         remedy = f" Transpose them: {name}.T." if len(shape) == 2 and fit(*shape[::-1]) else ""
         columns = f"{samples} or more" if or_more else samples
         raise ValueError(
-            f"{name} must have shape (queries, training samples) = ({queries}, {columns}); found {found}.{remedy}"
+            f"{name} must have shape (queries, training samples) = ({queries}, {columns}); found {description}.{remedy}"
         )
     if not scores.isfinite().all():
         raise ValueError(f"{name} must be finite; found NaN or infinity.")

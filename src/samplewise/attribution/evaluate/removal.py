@@ -115,8 +115,8 @@ def removal(
 
     full = outputs_of([torch.arange(n)], "all")
     # Each model was trained without the samples of one query, and gives outputs of all queries: those of its own count.
-    reduced = outputs_of(remaining, f"without-{k}").view(len(kinds), count, count).diagonal(dim1=1, dim2=2)
-    per_query = dict(zip(kinds, full[0] - reduced, strict=True))
+    outputs_without = outputs_of(remaining, f"without-{k}").view(len(kinds), count, count).diagonal(dim1=1, dim2=2)
+    per_query = dict(zip(kinds, full[0] - outputs_without, strict=True))
     return Removal(
         k,
         {name: float(decrease.mean()) for name, decrease in per_query.items()},
