@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.rows_file import RowsFile
+from samplewise.attribution.store_files import RowsFile
 from samplewise.core.batches import cut, length
 from samplewise.core.constants import same_constants
 from samplewise.core.directory_lock import DirectoryLock

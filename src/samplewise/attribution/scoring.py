@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from samplewise.attribution.rows_file import RowsFile
+from samplewise.attribution.store_files import RowsFile
 from samplewise.core.files import atomic_write, tensor_bytes
 from samplewise.core.text import plural
 from samplewise.errors import StoreError

@@ -1,9 +1,6 @@
 """Random projections of per-sample gradients on disk, of one or several models, for repeated searches.
 
-store.json          format, dim, seed, dtype, blocks
-model-0000/         rows of the first model, see `rows_file`
-model-0001/         rows of the second model; ...
-store.lock          names the process that is writing, see `core.directory_lock`
+`store_files` has the files, `projected_features` computes rows, `scoring` the inner products of a search.
 """
 
 from __future__ import annotations
@@ -33,19 +30,19 @@ from samplewise.attribution.projected_features import (
     layer_widths,
     skip_samples,
 )
-from samplewise.attribution.rows_file import (
+from samplewise.attribution.scoring import CHUNK, Kernels, largest
+from samplewise.attribution.store_files import (
     DTYPES,
-    PARTIAL_INDEX,
     ModelIndex,
     RowsFile,
+    create_store,
     mapped,
     npy_matrix,
-    read_index,
+    open_store,
 )
-from samplewise.attribution.scoring import CHUNK, Kernels, largest
 from samplewise.core.constants import with_constants
 from samplewise.core.directory_lock import DirectoryLock
-from samplewise.core.files import absolute, write_json
+from samplewise.core.files import absolute
 from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.progress import progress
@@ -57,9 +54,7 @@ from samplewise.engine.quantities import Projection
 from samplewise.errors import StoreError
 from samplewise.parallel.group import current_group, on_every_rank, on_rank_zero
 
-FORMAT = 2
 SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1
-SETTINGS = {"dim": int, "seed": int, "dtype": str, "blocks": str}
 
 Queries = Gradients | Tensor | Sequence[Gradients | Tensor] | Mapping[int, Gradients | Tensor]
 
@@ -103,7 +98,7 @@ class ProjectedStore:
         self._lock = DirectoryLock(
             self.directory, "store.lock", place="store", user="writer", remedy="open the store again", error=StoreError
         )
-        on_rank_zero(self._create)
+        on_rank_zero(lambda: create_store(self.directory, self._settings, self._lock))
         self._files = on_every_rank(self._open)  # before any rank goes on to write
 
     @property
@@ -369,42 +364,8 @@ class ProjectedStore:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _create(self) -> None:
-        index = self.directory / "store.json"
-        if index.exists():
-            return
-        with self._lock:
-            if index.exists():  # created by another process in the meantime
-                return
-            if any(self.directory.glob("model-*")):
-                raise StoreError(
-                    f"the store in {self.directory} must have a store.json; found rows of models without it. Restore "
-                    "it from a backup, or choose another directory."
-                )
-            content = {"format": FORMAT} | self._settings
-            write_json(index, content)
-
     def _open(self) -> list[RowsFile]:
-        self._check_settings()
-        directories = sorted(
-            self.directory.glob("model-*"), key=lambda directory: (len(directory.name), directory.name)
-        )
-        if (
-            directories
-            and directories[-1].is_dir()
-            and {path.name for path in directories[-1].iterdir()} <= {PARTIAL_INDEX}
-        ):
-            directories.pop()  # its process was killed before it had rows
-        for number, directory in enumerate(directories):
-            expected = self.directory / f"model-{number:04d}"
-            if directory != expected or not directory.is_dir():
-                entry = directory.name + ("" if directory.is_dir() else ", which is no directory")
-                raise StoreError(
-                    f"the store in {self.directory} must have the rows of model {number} in the directory "
-                    f"{expected.name}; found {entry}. Restore it from a backup, or fill a new store in another "
-                    "directory."
-                )
-        return [RowsFile(directory, self.dim, self.dtype) for directory in directories]
+        return open_store(self.directory, self._settings)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -415,23 +376,6 @@ class ProjectedStore:
             yield
         finally:
             self._lock.release()
-
-    def _check_settings(self) -> None:
-        path = self.directory / "store.json"
-        version = read_index(path, {"format": int})["format"]
-        if version != FORMAT:
-            raise StoreError(
-                f"{path} must have format {FORMAT}; found {version}. Use the version of samplewise that wrote it, or "
-                "fill a new store at another path."
-            )
-        index = read_index(path, SETTINGS)
-        for name, expected in self._settings.items():
-            if index[name] != expected:
-                requested, saved = (None if value == "" else value for value in (expected, index[name]))  # blocks
-                raise StoreError(
-                    f"the store in {self.directory} must have {name}={requested!r}, as requested; found "
-                    f"{name}={saved!r}. Open it with {name}={saved!r}, or choose another directory."
-                )
 
     def _next_directory(self) -> Path:
         return self.directory / f"model-{self.models:04d}"

@@ -35,7 +35,7 @@ from samplewise.attribution.evaluate.training import (
     train_stack,
 )
 from samplewise.attribution.projected_features import OutputFn, margin
-from samplewise.attribution.rows_file import read_index
+from samplewise.attribution.store_files import read_index
 from samplewise.core.batches import leaves
 from samplewise.core.files import absolute, read_tensors, require_safetensors, sha256, write_json, write_tensors
 from samplewise.core.progress import progress
