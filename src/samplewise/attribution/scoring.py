@@ -7,15 +7,16 @@ brought up to date when it is needed, and replaced atomically, so that it is con
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from samplewise.attribution.projected_features import block_slices
 from samplewise.attribution.store_files import RowsFile
 from samplewise.core.files import atomic_write, tensor_bytes
-from samplewise.core.text import plural
+from samplewise.core.text import listed, plural
 from samplewise.errors import StoreError
 from samplewise.parallel.group import current_group
 
@@ -27,17 +28,19 @@ class Kernel:
 
     `of_queries(q) @ of_rows(r).T` are the scores.
     damping: lambda divided by the mean of the eigenvalues of X^T X; None for K = 1
-    columns: indices of the columns to use; None for all
+    layers: layers whose blocks of columns are used; None for all
     """
 
-    def __init__(self, file: RowsFile, damping: float | None, cosine: bool, columns: Tensor | None = None):
+    def __init__(self, file: RowsFile, damping: float | None, cosine: bool, layers: Sequence[str] | None):
         self.cosine = cosine
-        self.columns = columns
-        self.width = file.dim if columns is None else len(columns)
+        self.columns = None if layers is None else _columns(file, layers)
+        self.width = file.dim if self.columns is None else len(self.columns)
         self._factor: Tensor | None = None  # lower triangular L with L L^T = X^T X + lambda I
         if damping is not None and len(file):
             gram = updated_gram(file)
-            self._factor = _cholesky(gram if columns is None else gram[columns][:, columns], damping, file)
+            if self.columns is not None:
+                gram = gram[self.columns][:, self.columns]
+            self._factor = _cholesky(gram, damping, file)
 
     def of_queries(self, queries: Tensor) -> Tensor:
         """K q of each query, divided by sqrt(q^T K q) for the cosine, (Q, width) float32."""
@@ -64,19 +67,15 @@ class Kernel:
 class Kernels:
     """Scores of several models: mean of the inner products of `Kernel`, times the mean weight of the samples.
 
-    The weights are left out for the cosine. files: rows of each model, by number; columns: as in `Kernel`, by number
+    The weights are left out for the cosine. files: rows of each model, by number; other arguments: as in `Kernel`
     """
 
     def __init__(
-        self,
-        files: Mapping[int, RowsFile],
-        damping: float | None,
-        cosine: bool,
-        columns: Mapping[int, Tensor | None],
+        self, files: Mapping[int, RowsFile], damping: float | None, cosine: bool, layers: Sequence[str] | None
     ):
         self._files = files
         self._cosine = cosine
-        self._kernels = {number: Kernel(file, damping, cosine, columns[number]) for number, file in files.items()}
+        self._kernels = {number: Kernel(file, damping, cosine, layers) for number, file in files.items()}
 
     @property
     def width(self) -> int:
@@ -109,6 +108,16 @@ class Kernels:
             return torch.full((part.stop - part.start,), 1 / max(len(self._files), 1))
         weights = torch.stack([file.weights(part.start, part.stop) for file in self._files.values()])
         return weights.mean(0) / len(self._files)
+
+
+def _columns(file: RowsFile, layers: Sequence[str]) -> Tensor:
+    """Indices of the columns of some layers."""
+    slices = block_slices(file.index.layers)
+    unknown = [layer for layer in layers if layer not in slices]
+    if unknown or not layers or isinstance(layers, str):
+        names = listed(slices) if slices else "none, because the store has no blocks; create it with blocks='layer'"
+        raise ValueError(f"layers must be a list of layers of the store; found {layers!r}. Its layers are {names}.")
+    return torch.cat([torch.arange(file.dim)[slices[layer]] for layer in layers])
 
 
 def largest(scores: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ from samplewise.core.losses import LossFn
 from samplewise.core.memory import Microbatch
 from samplewise.core.progress import progress
 from samplewise.core.state import eval_mode
-from samplewise.core.text import listed, plural
+from samplewise.core.text import plural
 from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.quantities import Projection
@@ -454,18 +454,7 @@ class ProjectedStore:
     ) -> Kernels:
         multiple = None if damping is None else checked_damping(damping)
         files = {number: self._files[number] for number in numbers} if self.models else {}
-        columns = {number: self._columns(file, layers) for number, file in files.items()}
-        return Kernels(files, multiple, cosine, columns)
-
-    def _columns(self, file: RowsFile, layers: Sequence[str] | None) -> Tensor | None:
-        if layers is None:
-            return None
-        slices = block_slices(file.index.layers)
-        unknown = [layer for layer in layers if layer not in slices]
-        if unknown or not layers or isinstance(layers, str):
-            names = listed(slices) if slices else "none, because the store has no blocks; create it with blocks='layer'"
-            raise ValueError(f"layers must be a list of layers of the store; found {layers!r}. Its layers are {names}.")
-        return torch.cat([torch.arange(self.dim)[slices[layer]] for layer in layers])
+        return Kernels(files, multiple, cosine, layers)
 
     def _common_count(self, numbers: Iterable[int]) -> int:
         counts = {len(self._files[number]) for number in numbers} if self.models else {0}
