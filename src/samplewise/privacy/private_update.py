@@ -222,10 +222,14 @@ class PrivateUpdate:
     def _add_noise(self, sums: list[Tensor]) -> None:
         """Last transform of the chain. With several ranks, each draws the same noise for the whole sum."""
         assert self._stream is not None
-        std = self._gradient_noise_multiplier() * self.sensitivity
+        std = self._noise_std()
         for total in sums:
             noise = self._stream.normal(total.shape, total.dtype).mul_(std)  # also the imaginary part of complex values
             total.add_(noise.to(total.device))
+
+    def _noise_std(self) -> float:
+        """Standard deviation of the noise on each element of the sum: noise multiplier × sensitivity."""
+        return self._gradient_noise_multiplier() * self.sensitivity
 
     def _gradient_noise_multiplier(self) -> float:
         """Noise multiplier of the gradients. With an adaptive bound it is larger than that of the plan, such that
