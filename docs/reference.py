@@ -20,7 +20,7 @@ from samplewise import attribution, diagnostics
 from samplewise.attribution import evaluate
 from samplewise.loop import callbacks, events, loggers
 from samplewise.privacy.audit import PrivacyAudit
-from samplewise.privacy.meter import PrivacyMeter, Spent
+from samplewise.privacy.privacy import PrivacyMeter, Spent
 from samplewise.step.update import Totals
 from samplewise.testing import check_rule
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import samplewise as sw
-from samplewise.privacy.meter import Spent
+from samplewise.privacy.privacy import Spent
 
 Samples = tuple[Tensor, Tensor]  # pixels, labels
 

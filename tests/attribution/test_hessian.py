@@ -52,7 +52,7 @@ def test_matrix(make_model):
 
 
 def test_rows_in_several_chunks(monkeypatch):
-    monkeypatch.setattr(import_module("samplewise.attribution.hessian"), "ELEMENTS", 60)
+    monkeypatch.setattr(import_module("samplewise.attribution.curvature"), "ELEMENTS", 60)
     model, x, y = make(n=20)
     found = sw.attribution.hessian(model, nn.CrossEntropyLoss(), batches(x, y, 7))
     torch.testing.assert_close(found.matrix, explicit_hessian(model, x, y), rtol=1e-10, atol=1e-12)

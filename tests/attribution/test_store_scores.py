@@ -9,8 +9,8 @@ from projection_matrix import projection
 from torch import nn
 
 import samplewise as sw
-from samplewise.attribution.rows_file import RowsFile
 from samplewise.attribution.scoring import updated_gram
+from samplewise.attribution.store_files import RowsFile
 
 
 def random_store(path, n=40, dim=12, models=1, weighted=False, dtype="float32"):

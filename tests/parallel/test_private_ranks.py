@@ -13,7 +13,7 @@ import samplewise as sw
 from samplewise.errors import PrivacyError
 from samplewise.parallel import collectives
 from samplewise.privacy.private_update import PrivateUpdate
-from samplewise.privacy.streams import stream
+from samplewise.privacy.rng import stream
 
 pytest.importorskip("dp_accounting")
 

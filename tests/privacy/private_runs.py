@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samplewise as sw
-from samplewise.privacy.streams import stream
+from samplewise.privacy.rng import stream
 
 SAMPLES = 40
 CLIP = 0.5

@@ -18,8 +18,8 @@ from test_sensitivity import CHAINS, assert_bounded
 
 from samplewise.privacy import private_update
 from samplewise.privacy.private_update import PrivateUpdate
+from samplewise.privacy.rng import stream
 from samplewise.privacy.sampling import PoissonSampler
-from samplewise.privacy.streams import stream
 from samplewise.step.apply import UpdateApplier
 
 pytest.importorskip("dp_accounting")

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import samplewise as sw
 from samplewise.errors import PrivacyError
-from samplewise.privacy.spending import KEY_FILE, LOCK_FILE, LOG_FILE
+from samplewise.privacy.release_log import KEY_FILE, LOCK_FILE, LOG_FILE
 
 pytest.importorskip("dp_accounting")
 
@@ -268,14 +268,14 @@ def test_a_deep_copy_of_a_plan_is_a_new_plan(updates):
     _, loader, step = make(other)
     assert step.privacy.spent().updates == 0
     train(step, loader)
-    assert step.privacy.left == 0 and privacy._spending.count == updates
+    assert step.privacy.left == 0 and privacy._release_log.count == updates
     assert copy.deepcopy([privacy])[0]._state.secret not in (privacy._state.secret, other._state.secret)
 
 
 def test_a_shallow_copy_of_a_plan_shares_its_position():
     privacy = plan(seed=None)
     same = copy.copy(privacy)
-    assert same._state is privacy._state and same._spending is privacy._spending
+    assert same._state is privacy._state and same._release_log is privacy._release_log
 
 
 @pytest.mark.parametrize("thing", ["step", "meter", "in a dict"])

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 import samplewise as sw
 from samplewise.errors import CheckpointError, PrivacyError
-from samplewise.privacy.spending import KEY_FILE, LOG_FILE
-from samplewise.privacy.streams import Secret
+from samplewise.privacy.release_log import KEY_FILE, LOG_FILE
+from samplewise.privacy.rng import Secret
 
 pytest.importorskip("dp_accounting")
 
@@ -34,9 +34,9 @@ def parameters(model):
 
 
 def lines(directory):
-    """Releases in the log; the first line has the settings, and the place of the log."""
+    """Releases in the log; the first line has its version, the settings, and the place of the log."""
     first, *rest = [json.loads(line) for line in (directory / LOG_FILE).read_text().splitlines()]
-    assert list(first) == ["settings", "place"]
+    assert list(first) == ["format_version", "settings", "place"]
     return rest
 
 
@@ -98,8 +98,9 @@ def killed_and_resumed(directory, kills):
     other = directory.with_name("uninterrupted")  # a process of its own: this one may round differently
     other.mkdir()
     (other / KEY_FILE).write_bytes(key)
-    settings = json.loads((directory / LOG_FILE).read_text().splitlines()[0])["settings"]
-    (other / LOG_FILE).write_text(json.dumps({"settings": settings}) + "\n")  # a key without its log is not used
+    first = json.loads((directory / LOG_FILE).read_text().splitlines()[0])
+    del first["place"]
+    (other / LOG_FILE).write_text(json.dumps(first) + "\n")  # a key without its log is not used
     forks.run([sys.executable, str(SCRIPT), str(other), "-1"], check=True)
     found, expected = (torch.load(each / "parameters.pt") for each in (directory, other))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -150,7 +151,7 @@ def test_spending_is_recorded_before_the_update(tmp_path):
 def test_a_line_that_cannot_be_written_is_not_forgotten(tmp_path):
     _, loader, step = make_small()
     step.privacy.open(tmp_path)
-    spending = step.privacy.plan._spending
+    spending = step.privacy.plan._release_log
     file = spending._file
 
     class Full:
@@ -188,7 +189,7 @@ def test_the_key_is_kept_until_all_updates_are_made(tmp_path):
 def test_a_key_file_that_others_can_read_is_restricted(tmp_path):
     (tmp_path / KEY_FILE).touch(mode=0o644)
     os.chmod(tmp_path / KEY_FILE, 0o644)
-    from samplewise.privacy.spending import save_secret
+    from samplewise.privacy.release_log import save_secret
 
     save_secret(tmp_path, Secret.from_seed(1))
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600

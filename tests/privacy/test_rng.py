@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from samplewise.privacy import streams
-from samplewise.privacy.streams import BLOCK, Secret, stream
+from samplewise.privacy import rng
+from samplewise.privacy.rng import BLOCK, Secret, stream
 
 stats = pytest.importorskip("scipy.stats")
 pytest.importorskip("cryptography")
@@ -137,7 +137,7 @@ def test_successive_calls_continue_the_stream(secure):
 
 def test_the_cipher_continues_in_another_segment(monkeypatch):
     whole = stream(SECRET, "sample", 0, 0, secure=True).uniform(1000)
-    monkeypatch.setattr(streams, "SEGMENT_BYTES", 800)
+    monkeypatch.setattr(rng, "SEGMENT_BYTES", 800)
     parts = stream(SECRET, "sample", 0, 0, secure=True).uniform(1000)
     assert torch.equal(parts[:100], whole[:100])
     assert len(set(parts.tolist())) == 1000

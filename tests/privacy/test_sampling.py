@@ -12,8 +12,8 @@ from samplewise.core.batches import map_leaves, to_device
 from samplewise.errors import BatchError
 from samplewise.loop.data.rng import seed_samples
 from samplewise.privacy import sampling
+from samplewise.privacy.rng import Secret
 from samplewise.privacy.sampling import Draw, DrawnBatch, DrawnDataset, DrawState, PoissonSampler, Users, make_loader
-from samplewise.privacy.streams import Secret
 
 pytest.importorskip("numpy")
 pytest.importorskip("cryptography")

@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader
 
 from samplewise.attribution.methods import Scores, method_named
 from samplewise.attribution.ordered_samples import OrderedSamples
-from samplewise.attribution.subject import Outcomes, Subject, check_queries
-from samplewise.attribution.trained_models import read_runs
+from samplewise.attribution.subject import Outcomes, Subject, check_queries, read_runs
 from samplewise.core.files import absolute, sha256, write_bytes, write_json
 from samplewise.core.losses import LossFn
 from samplewise.core.state import eval_mode
@@ -224,24 +223,20 @@ class AttributionPlan:
         self.run = self.models[-1].run  # directory of the run whose predictions are explained
         self.seed = self.models[-1].seed  # of the run; set it before data that depend on it are drawn
         self.warnings: list[str] = []
-        self.trust = self._read_trust(trust)
-
-    def _read_trust(self, given: Run | None) -> Trust | None:
-        """Measured quality: lds.json in the directory `given`, or in evaluate in the run directory, if there is one."""
-        directory = self.run / "evaluate" if given is None else Path(given)
+        # Measured quality: lds.json in the directory `trust`, or in evaluate in the run directory, if there is one.
+        directory = self.run / "evaluate" if trust is None else Path(trust)
         self.place = directory if directory.name == "lds.json" else directory / "lds.json"
-        if given is None and not self.place.is_file():
-            return None
-        try:
-            return read_trust(self.place)
-        except ValueError as why:
-            if given is not None:
-                raise ValueError(f"trust must be a directory with a measured quality: {why}") from why
-            self.warnings.append(str(why))
-            return None
+        self.trust: Trust | None = None
+        if trust is not None or self.place.is_file():
+            try:
+                self.trust = read_trust(self.place)
+            except ValueError as why:
+                if trust is not None:
+                    raise ValueError(f"trust must be a directory with a measured quality: {why}") from why
+                self.warnings.append(str(why))
 
     def results(self, model: nn.Module, loss_fn: Any, train: Any, validation: Any) -> AttributionResults:
-        modules = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]  # the loss may hold the model
+        modules = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]  # the loss may hold the model
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(parameters_kept(module))
@@ -295,8 +290,13 @@ class _Page:
         count = values.shape[1]
         lowest = reversed(range(max(top, count - top), count))  # a sample is shown once, also if few exist
         places = [*range(min(top, count)), *lowest]
-        shown = samples[:MAX_QUERIES, places].tolist()
-        losses = self._training_losses(shown)
+        indices = samples[:MAX_QUERIES, places].tolist()
+        train = sorted({index for row in indices for index in row})
+        train_losses = self.subject.outcomes(self.subject.train.batches(train)).losses
+        losses = dict(zip(train, train_losses.tolist(), strict=True))
+        checkpoints = ", ".join(shown_path(model.path, self.plan.here) for model in self.subject.models)
+        settings = {name: value for name, value in self.settings.items() if name != "lds"}
+        settings |= {"checkpoints": checkpoints, "queries": ", ".join(map(str, self.queries))}
         runs = dict.fromkeys(model.run.name for model in self.subject.models)
         models = plural(len(self.subject.models), "checkpoint")
         return attribution_page(
@@ -305,12 +305,12 @@ class _Page:
                 summary=f"{self.plan.method.title} at {models} of {', '.join(runs)}",
                 method=self.plan.method.title,
                 effect=self.scores.effect,
-                shown=self._shown(shown, values[:, places].tolist(), losses),
+                shown=self._shown(indices, values[:, places].tolist(), losses),
                 count=len(self.queries),
                 samples=count,
                 train=self._previews(self.subject.train, losses),
                 queries=self._previews(self.subject.validation, self.queries[:MAX_QUERIES]),
-                settings=self._short_settings(),
+                settings=settings,
                 trust=self.plan.trust,
                 place=shown_path(self.plan.place, self.plan.here),
                 warnings=[*self.plan.warnings, *self.subject.notes],
@@ -319,7 +319,7 @@ class _Page:
 
     def _shown(self, samples: list[list[int]], values: list[list[float]], losses: dict[int, float]) -> list[ShownQuery]:
         """Queries of the page, from the indices and scores of their training samples, highest first, then lowest."""
-        shown = []
+        queries = []
         for row, indices in enumerate(samples):
             predictions = self.outcomes.predictions
             prediction = None if predictions is None else int(predictions[row])
@@ -327,14 +327,8 @@ class _Page:
             scored = [
                 ShownSample(index, losses[index], score) for index, score in zip(indices, values[row], strict=True)
             ]
-            shown.append(ShownQuery(query, scored[: self.plan.top], scored[self.plan.top :]))
-        return shown
-
-    def _training_losses(self, shown: list[list[int]]) -> dict[int, float]:
-        """Losses of training samples by index."""
-        indices = sorted({index for row in shown for index in row})
-        losses = self.subject.outcomes(self.subject.train.batches(indices)).losses
-        return dict(zip(indices, losses.tolist(), strict=True))
+            queries.append(ShownQuery(query, scored[: self.plan.top], scored[self.plan.top :]))
+        return queries
 
     def _previews(self, samples: OrderedSamples, indices: Iterable[int]) -> Previews:
         """Previews of samples, with the names of the classes that the datasets, the ledger or the model have."""
@@ -347,13 +341,6 @@ class _Page:
         )
         entries = {str(index): self.subject.preview(samples, index, names.features) for index in indices}
         return Previews(entries, classes=classes)
-
-    def _short_settings(self) -> dict[str, Any]:
-        """Settings for the page."""
-        settings = {name: value for name, value in self.settings.items() if name != "lds"}
-        checkpoints = (shown_path(model.path, self.plan.here) for model in self.subject.models)
-        queries = ", ".join(map(str, self.queries))
-        return {**settings, "checkpoints": ", ".join(checkpoints), "queries": queries}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -370,9 +357,9 @@ def _parquet(queries: Sequence[int], indices: Sequence[int], scores: Tensor) -> 
     samples, values = _in_descending_order(indices, scores)
     count = values.shape[1]
     if values.numel() > MAX_ROWS and count > 2 * KEPT:
-        kept = torch.cat([torch.arange(KEPT), torch.arange(count - KEPT, count)])
-        samples = samples[:, kept]
-        values = values[:, kept]
+        ends = torch.cat([torch.arange(KEPT), torch.arange(count - KEPT, count)])
+        samples = samples[:, ends]
+        values = values[:, ends]
     columns = {
         "query": torch.tensor(queries)[:, None].expand_as(samples).flatten(),
         "sample": samples.flatten(),

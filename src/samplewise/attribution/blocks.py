@@ -40,8 +40,8 @@ class Layer:
     @property
     def sides(self) -> dict[str, int]:
         """Number of dims l and r."""
-        left, right = self.matrix
-        return {LEFT: left + (self.bias_side == LEFT), RIGHT: right + (self.bias_side == RIGHT)}
+        rows, columns = self.matrix
+        return {LEFT: rows + (self.bias_side == LEFT), RIGHT: columns + (self.bias_side == RIGHT)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,16 +81,15 @@ class Layer:
         difference = (bias.rows(0, bias.samples) - factor.sum(1)).abs()
         return bool((difference <= SAME * factor.abs().sum(1).amax(1, keepdim=True)).all())
 
-    def extended(self, left: Factor, right: Factor) -> tuple[Factor, Factor]:
+    def extend(self, left: Factor, right: Factor) -> tuple[Factor, Factor]:
         """Factors (b, t, l) and (b, t, r) of the weight and the bias, from those of the weight."""
         if self.bias is None:
             return left, right
         assert isinstance(left, Tensor) and isinstance(right, Tensor)
-        return (left, _with_one(right)) if self.bias_side == RIGHT else (_with_one(left), right)
-
-
-def _with_one(factor: Tensor) -> Tensor:
-    return F.pad(factor, (0, 1), value=1.0)
+        # The input of a bias is 1 at every token.
+        if self.bias_side == RIGHT:
+            return left, F.pad(right, (0, 1), value=1.0)
+        return F.pad(left, (0, 1), value=1.0), right
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,17 +112,19 @@ class KroneckerBlock:
         if term is None or not self.layer.describes(forms, term):
             rows = {name: forms[name].rows(0, form.samples) for name in self.names}
             return DenseGrad(self.rotate(self.layer.join(rows)))
-        left, right = self.layer.extended(*term)
-        rotated = Term(_rotated(left, self.left), _rotated(right, self.right))
-        return FactoredGrad([rotated], tuple(self.eigenvalues.shape))
+        left, right = self.layer.extend(*term)
+        term = Term(_rotate(left, self.left), _rotate(right, self.right))
+        return FactoredGrad([term], tuple(self.eigenvalues.shape))
 
     def solve(self, rows: Rows, damping: float) -> dict[str, Tensor]:
         matrices = self.layer.join(rows)
         solved = torch.empty_like(matrices)
-        step = max(1, CHUNK // max(matrices[:1].numel(), 1))
+        step = max(1, CHUNK // max(matrices[:1].numel(), 1))  # rotated rows are copies: some at a time
         for start in range(0, len(matrices), step):
-            chunk = self.rotate(matrices[start : start + step])
-            solved[start : start + step] = self._rotate_back(divided(self, chunk, damping))
+            chunk = divided(self, self.rotate(matrices[start : start + step]), damping)
+            if self.left is not None:
+                chunk = self.left.to(chunk) @ chunk
+            solved[start : start + step] = chunk if self.right is None else chunk @ self.right.T.to(chunk)
         return self.layer.split(solved, rows)
 
     def rotate(self, matrices: Tensor) -> Tensor:
@@ -131,11 +132,6 @@ class KroneckerBlock:
         if self.left is not None:
             matrices = self.left.T.to(matrices) @ matrices
         return matrices if self.right is None else matrices @ self.right.to(matrices)
-
-    def _rotate_back(self, matrices: Tensor) -> Tensor:
-        if self.left is not None:
-            matrices = self.left.to(matrices) @ matrices
-        return matrices if self.right is None else matrices @ self.right.T.to(matrices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,5 +192,5 @@ def only_term(form: PerSampleGrad) -> Term | None:
     return None if all(isinstance(factor, OneHot) for factor in term) else term
 
 
-def _rotated(factor: Factor, basis: Tensor | None) -> Factor:
+def _rotate(factor: Factor, basis: Tensor | None) -> Factor:
     return factor if basis is None or isinstance(factor, OneHot) else factor @ basis.to(factor.dtype)

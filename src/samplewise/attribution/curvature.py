@@ -1,16 +1,26 @@
-"""`Curvature`: interface of the matrices H in influence scores g_query^T (H + damping)^-1 g_train."""
+"""Curvature H in influence scores g_query^T (H + damping)^-1 g_train: its interface, and the exact Hessian."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from samplewise.core.batches import check_loader
+from samplewise.core.losses import LossFn, as_loss_fn, per_sample
+from samplewise.core.state import eval_mode
 from samplewise.core.text import listed
+from samplewise.dataset_pass import share_of_rank
+from samplewise.engine.arguments import check_attached, check_model, wanted_parameters
 from samplewise.errors import ParameterError
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 
 DEFAULT_DAMPING = 0.1
+LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64
+ELEMENTS = 2**18  # of one output of the model for all directions that are multiplied at a time
 
 Rows = Mapping[str, Tensor]  # parameter name -> (n, *shape), as returned by `Gradients.full`
 
@@ -40,11 +50,11 @@ class Curvature(Protocol):
         """
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(model_shapes: Mapping[str, tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise if the parameters of a model are not those that the curvature was computed for."""
-    if found == shapes:
+    if model_shapes == shapes:
         return
-    differing = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+    differing = sorted(name for name in {*model_shapes, *shapes} if model_shapes.get(name) != shapes.get(name))
     raise ParameterError(
         "the curvature must be of a model with the same trainable parameters; found other names or shapes: "
         f"{listed(differing)}. Compute it again for this model."
@@ -59,3 +69,128 @@ def checked_damping(damping: float | None) -> float:
     if not (is_number and 0 <= damping < float("inf")):
         raise ValueError(f"damping must be a multiple of the mean eigenvalue, 0 or more; found {damping!r}.")
     return float(damping)
+
+
+def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian:
+    """Exact Hessian of the mean of the losses over a loader, as a matrix over all trainable parameters.
+
+    For models of up to 20,000 parameters, such as a logistic regression. Each batch costs as many Hessian-vector
+    products as there are parameters, computed many at a time. The model is in evaluation mode. With several ranks,
+    every rank passes the same arguments and a loader of all samples, uses its share of the batches, and gets the whole
+    result.
+    """
+    check_model(model, "sw.attribution.hessian(model, loss_fn, loader)")
+    parameters = wanted_parameters(model).named
+    width = sum(p.numel() for p in parameters.values())
+    if not 0 < width <= LARGEST:
+        raise ParameterError(
+            f"hessian needs a model of 1 to {LARGEST:,} trainable parameters, because it computes a matrix with the "
+            f"square of that number; found {width:,}. Use sw.ekfac."
+        )
+    loss_fn = as_loss_fn(loss_fn)
+    check_loader(loader)
+    device = next(iter(parameters.values())).device
+    total = torch.zeros(width, width, dtype=torch.float64, device=device)
+    samples = 0
+
+    def add_batches() -> None:
+        nonlocal samples
+        for _, batch in share_of_rank(loader, "hessian"):
+            with torch.enable_grad():
+                losses = per_sample(loss_fn(model, batch))[0]
+            check_attached(losses)
+            samples += len(losses)
+            _add_second_derivatives(total, losses, list(parameters.values()))
+
+    with eval_mode(model):
+        on_every_rank(add_batches)
+    (count,) = collectives.all_reduce_scalars(samples)
+    if not count:
+        raise ValueError("the loader must yield at least one batch; found none.")
+    matrix = collectives.all_reduce_(total).div_(count)
+    matrix = (matrix + matrix.T).div_(2)  # equal up to rounding; Cholesky reads one half
+    return Hessian(matrix, {name: tuple(p.shape) for name, p in parameters.items()})
+
+
+def _add_second_derivatives(total: Tensor, losses: Tensor, parameters: list[Tensor]) -> None:
+    """Add the Hessian of the sum of the losses to `total`, some of its rows at a time."""
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+    if not flat.requires_grad:  # the losses are linear in the parameters
+        return
+    step = max(1, ELEMENTS // len(losses))  # directions that vmap multiplies at a time: each needs its own activations
+    for start in range(0, len(flat), step):
+        stop = min(start + step, len(flat))
+        directions = torch.zeros(stop - start, len(flat), dtype=flat.dtype, device=flat.device)
+        directions[:, start:stop].fill_diagonal_(1)
+        rows = torch.autograd.grad(
+            flat, parameters, directions, retain_graph=True, is_grads_batched=True, allow_unused=True
+        )
+        column = 0
+        for p, row in zip(parameters, rows, strict=True):
+            if row is not None:
+                total[start:stop, column : column + p.numel()] += row.reshape(stop - start, -1)
+            column += p.numel()
+
+
+class Hessian:
+    """Curvature returned by `sw.attribution.hessian`: an explicit symmetric matrix.
+
+    matrix: (parameters, parameters) in float64, in the order of the model's trainable parameters
+    """
+
+    def __init__(self, matrix: Tensor, shapes: Mapping[str, tuple[int, ...]]):
+        self.matrix = matrix
+        self.shapes = dict(shapes)
+        self._factor: Tensor | None = None  # Cholesky factor of the matrix with `_damping`
+        self._damping = 0.0
+
+    @property
+    def mean_eigenvalue(self) -> float:
+        """Mean of the eigenvalues, which is that of the diagonal. `damping` is a multiple of it."""
+        return float(self.matrix.diagonal().mean())
+
+    def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
+        """Product of (H + damping * mean_eigenvalue * identity)^-1 with each row, name -> (n, *shape).
+
+        damping: multiple of `mean_eigenvalue`, see `Curvature`; default 0.1; 1 was better for logistic
+            regression. For a model trained with SGD for a limited number of updates, 1 / (lr * updates) /
+            mean_eigenvalue is a good choice, with lr / (1 - momentum) in place of lr: along eigenvectors with smaller
+            eigenvalues, the training has not converged. The sum must be positive definite: the Hessian of a net has
+            negative eigenvalues unless it is trained to a minimum, and that of a softmax has zeros.
+        """
+        check_shapes({name: tuple(values.shape[1:]) for name, values in rows.items()}, self.shapes)
+        factor = self._cholesky_factor(checked_damping(damping))
+        flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)
+        solved = torch.cholesky_solve(flat.T.to(factor), factor).T
+        parts = solved.split([rows[name][0].numel() for name in self.shapes], 1)
+        by_name = dict(zip(self.shapes, parts, strict=True))
+        return {name: by_name[name].to(values.dtype).reshape(values.shape) for name, values in rows.items()}
+
+    def _cholesky_factor(self, damping: float) -> Tensor:
+        if self._factor is None or damping != self._damping:
+            self._factor = None  # free its memory first
+            mean = self.mean_eigenvalue
+            if not mean > 0:
+                raise ValueError(
+                    "the mean eigenvalue of the Hessian must be positive, because damping is a multiple of it; found "
+                    f"{mean:.3g}. Train the model closer to a minimum, or use sw.ekfac."
+                )
+            damped = self.matrix.clone()
+            damped.diagonal().add_(damping * mean)
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            pivots = factor.diagonal() ** 2  # cholesky_ex accepts a matrix that is singular up to rounding
+            if failed or not pivots.min() > len(factor) * torch.finfo(factor.dtype).eps * pivots.max():
+                smallest = float(torch.linalg.eigvalsh(self.matrix)[0]) / mean
+                raise ValueError(
+                    "the Hessian plus damping must be positive definite; found a smallest eigenvalue of "
+                    f"{smallest:.3g} times their mean, with damping {damping:.3g}. Pass a damping above "
+                    f"{max(-smallest, 0):.3g}, or train the model closer to a minimum."
+                )
+            self._factor = factor
+            self._damping = damping
+        return self._factor
+
+    def __repr__(self) -> str:
+        return f"Hessian({len(self.matrix):,} parameters in {listed(self.shapes)})"

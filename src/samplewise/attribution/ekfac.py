@@ -103,7 +103,7 @@ class EKFAC:
 
         damping: multiple of the mean eigenvalue of each block, see `Curvature`; default 0.1
         """
-        check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
+        check_shapes({name: tuple(values.shape[1:]) for name, values in rows.items()}, self.shapes)
         multiple = checked_damping(damping)
         solved: dict[str, Tensor] = {}
         for block in self.blocks:
@@ -115,9 +115,9 @@ class EKFAC:
         tensors: dict[str, Tensor] = {}
         blocks = []
         for number, block in enumerate(self.blocks):
-            fields, own = _block_state(block)
+            fields, block_tensors = _block_state(block)
             blocks.append(fields)
-            tensors.update({f"{number}.{name}": tensor for name, tensor in own.items()})
+            tensors.update({f"{number}.{name}": tensor for name, tensor in block_tensors.items()})
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         write_tensors(absolute(path), tensors, {"format": FORMAT, "shapes": shapes, "blocks": blocks})
 

@@ -32,7 +32,7 @@ from samplewise.engine.arguments import wanted_parameters, wide_dtype
 from samplewise.engine.gradients import factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
+from samplewise.engine.grads.factored import Factor, FactoredGrad
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.scan import scan
@@ -62,30 +62,36 @@ class Passes:
     seed: int
     microbatch: Microbatch
 
-    def run(self, add: Callable[[Forms, int], None], what: str) -> None:
+    def run(self, add: Callable[[Forms, int], None], description: str) -> None:
         """Call add(forms, samples) for each microbatch. The state of the random generators is restored."""
+
+        # Both passes draw the same labels for a batch, whichever rank computes it.
+        def seeded_batches() -> Iterator[Any]:
+            for number, batch in share_of_rank(self.loader, description):
+                batch = keep_whole(batch, constants_of(self.loss_fn))
+                torch.manual_seed((self.seed * 1_000_003 + number) % 2**63)
+                yield batch
+
+        # A single sample is doubled, because the engine has no factors for one sample.
+        def losses_of_two(model: nn.Module, batch: Any) -> Any:
+            return self.loss_fn(model, take(batch, [0, 0]) if length(batch) == 1 else batch)
+
         state = RandomState()
         try:
-            batches = self._seeded_batches(what)
-            for piece, g in scan(self.model, self._at_least_two, batches, microbatch=self.microbatch):
+            for piece, g in scan(self.model, losses_of_two, seeded_batches(), microbatch=self.microbatch):
                 forms: Forms = factored_grads(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
                 with torch.no_grad():  # factors are attached to the graph
                     if is_doubled:
-                        forms = {name: _first_sample(form) for name, form in forms.items()}
+                        forms = {
+                            name: form.select(slice(0, 1))
+                            if isinstance(form, FactoredGrad)
+                            else DenseGrad(form.rows(0, 1))
+                            for name, form in forms.items()
+                        }
                     add(forms, 1 if is_doubled else len(g))
         finally:
             state.restore()
-
-    def _at_least_two(self, model: nn.Module, batch: Any) -> Any:
-        """Losses of the batch; a single sample is doubled, because the engine has no factors for one sample."""
-        return self.loss_fn(model, take(batch, [0, 0]) if length(batch) == 1 else batch)
-
-    def _seeded_batches(self, what: str) -> Iterator[Any]:
-        for number, batch in share_of_rank(self.loader, what):
-            batch = keep_whole(batch, constants_of(self.loss_fn))
-            torch.manual_seed((self.seed * 1_000_003 + number) % 2**63)
-            yield batch
 
 
 def _first_sample(form: PerSampleGrad) -> PerSampleGrad:
@@ -109,23 +115,22 @@ class Covariances:
             term = only_term(form)
             if term is None:
                 self.layers[name] = None
-            elif name not in self.layers and _has_gradient(term):
-                self.layers[name] = find_layer(name, form, self._without_taken(forms))
+            elif name not in self.layers and all(bool(factor.any()) for factor in term if isinstance(factor, Tensor)):
+                # Not before a gradient is known: zeros would fit any bias, also one that another layer has.
+                biases = {layer.bias for layer in self.layers.values() if layer is not None}
+                free = {other: grad for other, grad in forms.items() if other not in biases}
+                self.layers[name] = find_layer(name, form, free)
             layer = self.layers.get(name)
             if layer is None or term is None:
                 continue
             if not layer.describes(forms, term):
                 self.layers[name] = None
                 continue
-            left, right = layer.extended(*term)
-            for side, factor, other in ((LEFT, left, right), (RIGHT, right, left)):
+            left, right = layer.extend(*term)
+            for side, factor, opposite in ((LEFT, left, right), (RIGHT, right, left)):
                 if side in layer.bases:
-                    product = _covariance(factor, other)
+                    product = _covariance(factor, opposite)
                     self.sums[name, side] = self.sums[name, side] + product if (name, side) in self.sums else product
-
-    def _without_taken(self, forms: Forms) -> Forms:
-        taken = {layer.bias for layer in self.layers.values() if layer is not None}
-        return {name: form for name, form in forms.items() if name not in taken}
 
     def sum_over_ranks(self, parameters: Mapping[str, Tensor]) -> None:
         """Add the sums of the other ranks. Layers must be the same on all ranks whose losses depend on the weight."""
@@ -133,7 +138,7 @@ class Covariances:
         self.samples = sum(samples for samples, _ in gathered)
         if not self.samples:
             raise ValueError("the loader must yield at least one batch; found none.")
-        self.layers = _agreed([layers for _, layers in gathered], parameters)
+        self.layers = _agree([layers for _, layers in gathered], parameters)
         for layer in filter(None, self.layers.values()):
             for side in layer.bases:
                 size = layer.sides[side]
@@ -143,21 +148,21 @@ class Covariances:
     def blocks(self, parameters: Mapping[str, Tensor]) -> list[Block]:
         """Blocks with the eigenvectors of the covariances, and eigenvalues of zero."""
         layers = [layer for layer in self.layers.values() if layer is not None]
-        joined = {name for layer in layers for name in layer.names}
-        blocks: list[Block] = [self._kronecker_block(layer, parameters[layer.weight]) for layer in layers]
-        blocks += [DiagonalBlock(name, _zeros(p)) for name, p in parameters.items() if name not in joined]
+        blocks: list[Block] = []
+        for layer in layers:
+            weight = parameters[layer.weight]
+            dtype = wide_dtype(weight.dtype)
+            # `pop`: sums and eigenvectors of all layers together would take twice the memory.
+            bases = {side: torch.linalg.eigh(self.sums.pop((layer.weight, side)))[1].to(dtype) for side in layer.bases}
+            eigenvalues = weight.new_zeros(*layer.sides.values(), dtype=dtype)
+            blocks.append(KroneckerBlock(layer, bases.get(LEFT), bases.get(RIGHT), eigenvalues))
+        names = {name for layer in layers for name in layer.names}
+        for name, p in parameters.items():
+            if name not in names:
+                zeros = torch.zeros(p.shape, dtype=wide_dtype(p.dtype.to_real()), device=p.device)
+                blocks.append(DiagonalBlock(name, zeros))
         order = {name: number for number, name in enumerate(parameters)}
         return sorted(blocks, key=lambda block: order[block.names[0]])
-
-    def _kronecker_block(self, layer: Layer, weight: Tensor) -> KroneckerBlock:
-        dtype = wide_dtype(weight.dtype)
-        bases = {side: torch.linalg.eigh(self.sums.pop((layer.weight, side)))[1].to(dtype) for side in layer.bases}
-        eigenvalues = weight.new_zeros(*layer.sides.values(), dtype=dtype)
-        return KroneckerBlock(layer, bases.get(LEFT), bases.get(RIGHT), eigenvalues)
-
-
-def _zeros(p: Tensor) -> Tensor:
-    return torch.zeros(p.shape, dtype=wide_dtype(p.dtype.to_real()), device=p.device)
 
 
 def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer | None:
@@ -170,37 +175,32 @@ def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer | None:
     rows, columns = form.matrix
     layer = Layer(name, (rows, columns), bases=tuple(dense))
     module = name.rpartition(".")[0]
-    vectors = [
-        other for other, vector in forms.items() if other.rpartition(".")[0] == module and len(vector.shape) == 1
-    ]
+    vectors = [key for key, vector in forms.items() if key.rpartition(".")[0] == module and len(vector.shape) == 1]
     candidates = [replace(layer, bias=vector, bias_side=side) for vector in vectors for side in (RIGHT, LEFT)]
-    joined = [each for each in candidates if len(dense) == 2 and each.describes(forms, term)]
-    layer = joined[0] if joined else layer
+    with_bias = [candidate for candidate in candidates if len(dense) == 2 and candidate.describes(forms, term)]
+    layer = with_bias[0] if with_bias else layer
     bases = tuple(side for side in dense if layer.sides[side] <= LARGEST_SIDE)
     return replace(layer, bases=bases) if bases else None
 
 
-def _has_gradient(term: Term) -> bool:
-    return all(bool(factor.any()) for factor in term if isinstance(factor, Tensor))
-
-
-def _covariance(factor: Factor, other: Factor) -> Tensor:
-    """Sum of outer products of a factor (b, t, l), in float64, over the tokens at which the other is not zero: padding
-    has no gradient.
+def _covariance(factor: Factor, opposite: Factor) -> Tensor:
+    """Sum of outer products of a factor (b, t, l), in float64, over the tokens at which the factor of the opposite side
+    is not zero: padding has no gradient.
     """
     assert isinstance(factor, Tensor)
-    if isinstance(other, Tensor):
-        factor = factor * (other != 0).any(2, keepdim=True)
+    if isinstance(opposite, Tensor):
+        factor = factor * (opposite != 0).any(2, keepdim=True)
     tokens = factor.flatten(0, 1)
     return (tokens.T @ tokens).double()
 
 
-def _agreed(of_ranks: Sequence[Mapping[str, Layer | None]], names: Iterable[str]) -> dict[str, Layer | None]:
+def _agree(of_ranks: Sequence[Mapping[str, Layer | None]], names: Iterable[str]) -> dict[str, Layer | None]:
     """Layers that no rank contradicts, in the order of the names."""
     layers: dict[str, Layer | None] = {}
     for name in names:
-        found = [each[name] for each in of_ranks if name in each]
-        layers[name] = found[0] if found and all(each == found[0] for each in found) else None
+        candidates = [rank_layers[name] for rank_layers in of_ranks if name in rank_layers]
+        agree = bool(candidates) and all(layer == candidates[0] for layer in candidates)
+        layers[name] = candidates[0] if agree else None
     return layers
 
 

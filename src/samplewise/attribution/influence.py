@@ -1,23 +1,36 @@
-"""`sw.influence`: effect of training samples on the losses of queries, from dot products of their gradients."""
+"""`sw.influence`: effect of training samples on the losses of queries, from inner products of their gradients.
+
+Plain        g_query . g_train, from the factors of both
+Solved       g_query^T (H + damping)^-1 g_train, from rows of the queries that the curvature has solved
+Eigenbasis   the same for EK-FAC: both gradients in its eigenbasis, where H is diagonal, so that factors are rotated
+             instead of rows
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.curvature import Curvature, checked_damping
-from samplewise.attribution.inner_products import InnerProduct, Parts, inner_product_of
+from samplewise.attribution.blocks import Block, divided, with_zeros
+from samplewise.attribution.curvature import Curvature, Rows, check_shapes, checked_damping
+from samplewise.attribution.ekfac import EKFAC
 from samplewise.core.losses import LossFn
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.dataset_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
-from samplewise.engine.gradients import Gradients
+from samplewise.engine.gradients import Gradients, factored_grads
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.scan import Scanner, scan
 
 ALL = ""  # name of the only part of scores that are not divided by layer
+CHUNK = 2**24  # elements of training rows held at a time for norms
+
+Parts = dict[str, Tensor]  # values by parameter, or by layer
 
 
 @overload
@@ -116,13 +129,6 @@ def _check_options(curvature: Curvature | None, damping: float | None, cosine: b
         )
 
 
-class _Query(NamedTuple):
-    """Gradients of a batch of queries, as the inner product has prepared them."""
-
-    gradients: Any
-    norms: Parts  # empty without cosine
-
-
 class _Scores(NamedTuple):
     """Scores of training samples and queries at the current parameters: layer -> values, or ALL -> values."""
 
@@ -136,31 +142,33 @@ class _Scores(NamedTuple):
     def of_all(self, train: Iterable[Any], queries: Iterable[Any]) -> Parts:
         """Scores (queries, training samples) of each part."""
         scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
-        queried = scan(self.model, self.loss_fn, queries, microbatch=None)
-        rows = [self._with_query(scanner, train, self._query(g)) for _, g in queried]
-        return _joined(rows, "queries", dim=0)
+        rows = []
+        for _, query_gradients in scan(self.model, self.loss_fn, queries, microbatch=None):
+            query = self.inner_product.query(query_gradients)
+            query_norms = self._norms(query_gradients) if self.cosine else {}
 
-    def _query(self, g: Gradients) -> _Query:
-        return _Query(self.inner_product.query(g), self._norms(g) if self.cosine else {})
+            def of_batch(batch: Any, query: Any = query, query_norms: Parts = query_norms) -> Parts:
+                pieces = [self._of_piece(g, query, query_norms) for _, g in scanner.of(batch)]
+                return _join(pieces, "train", dim=1)
 
-    def _with_query(self, scanner: Scanner, train: Iterable[Any], query: _Query) -> Parts:
-        def of_batch(batch: Any) -> Parts:
-            return _joined([self._of_piece(g, query) for _, g in scanner.of(batch)], "train", dim=1)
+            rows.append(_join(list(map_over_ranks(of_batch, train, "sw.influence")), "train", dim=1))
+        return _join(rows, "queries", dim=0)
 
-        return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train", dim=1)
-
-    def _of_piece(self, g: Gradients, query: _Query) -> Parts:
-        products = self._grouped(self.inner_product.products(g, query.gradients))
+    def _of_piece(self, g: Gradients, query: Any, query_norms: Parts) -> Parts:
+        """Scores (queries, samples) of a microbatch of training samples, on the CPU."""
+        products = self._sum_by_layer(self.inner_product.products(g, query))
         if self.cosine:
             norms = self._norms(g)
-            products = {name: _cosines(part, norms[name], query.norms[name]) for name, part in products.items()}
+            for name, part in products.items():
+                scale = norms[name][:, None] * query_norms[name]
+                products[name] = torch.where(scale > 0, part / torch.where(scale > 0, scale, 1), 0)
         return {name: part.T.cpu() for name, part in products.items()}
 
     def _norms(self, g: Gradients) -> Parts:
-        squares = self._grouped({name: norms.square() for name, norms in self.inner_product.norms(g).items()})
+        squares = self._sum_by_layer({name: norms.square() for name, norms in self.inner_product.norms(g).items()})
         return {name: total.sqrt() for name, total in squares.items()}
 
-    def _grouped(self, parts: Parts) -> Parts:
+    def _sum_by_layer(self, parts: Parts) -> Parts:
         """Sums of values by parameter over all parameters, or those of each module."""
         sums: Parts = {}
         for name, part in parts.items():
@@ -169,15 +177,106 @@ class _Scores(NamedTuple):
         return sums
 
 
-def _cosines(products: Tensor, norms: Tensor, query_norms: Tensor) -> Tensor:
-    scale = norms[:, None] * query_norms
-    return torch.where(scale > 0, products / torch.where(scale > 0, scale, 1), 0)
-
-
-def _joined(parts: list[Parts], name: str, dim: int) -> Parts:
+def _join(parts: list[Parts], name: str, dim: int) -> Parts:
     if not parts:
         raise ValueError(
             f"{name} must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "
             "after one pass."
         )
     return {key: torch.cat([part[key] for part in parts], dim) for key in parts[0]}
+
+
+class InnerProduct(Protocol):
+    """Inner product of gradients."""
+
+    def query(self, g: Gradients) -> Any: ...
+
+    def products(self, g: Gradients, query: Any) -> Parts:
+        """Contribution of each parameter to the inner products (B, Q)."""
+
+    def norms(self, g: Gradients) -> Parts:
+        """Norms (B,) whose squares add up to that of the sample; there may be one entry for all parameters."""
+
+
+def inner_product_of(curvature: Curvature | None, damping: float | None) -> InnerProduct:
+    """Inner product for the arguments of `sw.influence`."""
+    if curvature is None:
+        return Plain()
+    if isinstance(curvature, EKFAC):
+        return Eigenbasis(curvature, checked_damping(damping))
+    return Solved(curvature, damping)
+
+
+@dataclass(frozen=True)
+class Plain:
+    def query(self, g: Gradients) -> Gradients:
+        return g
+
+    def products(self, g: Gradients, query: Gradients) -> Parts:
+        return g.gram(query, by="parameter")
+
+    def norms(self, g: Gradients) -> Parts:
+        return g.norms(by="parameter")
+
+
+@dataclass(frozen=True)
+class Solved:
+    curvature: Curvature
+    damping: float | None
+
+    def query(self, g: Gradients) -> dict[str, Tensor]:
+        return self.curvature.solve(g.full(), self.damping)
+
+    def products(self, g: Gradients, query: Rows) -> Parts:
+        return g.gram(query, by="parameter")
+
+    def norms(self, g: Gradients) -> Parts:
+        width = sum(row.numel() for row in g[0].values())
+        return {"": _roots(self._squares(rows) for rows in g.chunks(max(1, CHUNK // width)))}
+
+    def _squares(self, rows: Rows) -> Tensor:
+        solved = self.curvature.solve(rows, self.damping)
+        return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
+
+
+@dataclass(frozen=True)
+class Eigenbasis:
+    curvature: EKFAC
+    damping: float
+
+    @torch.no_grad()
+    def query(self, g: Gradients) -> dict[Block, Tensor]:
+        coordinates = self._coordinates(g)
+        return {block: divided(block, form.rows(0, len(g)), self.damping) for block, form in coordinates.items()}
+
+    @torch.no_grad()
+    def products(self, g: Gradients, query: Mapping[Block, Tensor]) -> Parts:
+        coordinates = self._coordinates(g)
+        return {block.names[0]: form.gram(DenseGrad(query[block])) for block, form in coordinates.items()}
+
+    @torch.no_grad()
+    def norms(self, g: Gradients) -> Parts:
+        coordinates = self._coordinates(g)
+        return {block.names[0]: _roots(self._squares(block, form)) for block, form in coordinates.items()}
+
+    def _coordinates(self, g: Gradients) -> dict[Block, PerSampleGrad]:
+        """Gradients in the eigenbasis of each block."""
+        forms = factored_grads(g)
+        shapes = self.curvature.shapes
+        # Parameters that the losses do not reach have no form, and any shape.
+        model_shapes = {name: tuple(forms[name].shape) if name in forms else shapes.get(name) for name in g.names}
+        check_shapes(model_shapes, shapes)
+        return {block: block.coordinates(with_zeros(forms, block, shapes, len(g))) for block in self.curvature.blocks}
+
+    def _squares(self, block: Block, form: PerSampleGrad) -> Iterator[Tensor]:
+        return ((rows * divided(block, rows, self.damping)).flatten(1).sum(1) for _, rows in form.chunks())
+
+
+def _roots(squares: Iterator[Tensor]) -> Tensor:
+    values = torch.cat(list(squares))
+    if (values < 0).any():
+        raise ValueError(
+            "cosine=True needs a curvature with g^T (H + damping)^-1 g of 0 or more for every gradient g; found "
+            f"{values.min().item():.3g}. Pass a larger damping."
+        )
+    return values.sqrt()

@@ -14,7 +14,7 @@ from samplewise.attribution.curvature import DEFAULT_DAMPING
 from samplewise.attribution.ekfac import ekfac
 from samplewise.attribution.influence import influence
 from samplewise.attribution.ordered_samples import OrderedBatches
-from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.attribution.projected_features import OutputFn, margin
 from samplewise.attribution.trak import trak
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.state import eval_mode
@@ -78,19 +78,18 @@ def _trak(task: Task, dim: int | None = None, damping: float = DEFAULT_DAMPING) 
     dim = dim or max(1, min(MAX_DIM, task.train.samples // SAMPLES_PER_DIM))
     has_margin = _is_cross_entropy(task)
     output_fn = margin if has_margin else _minus_loss(task.loss)
+
+    def models() -> Iterator[nn.Module]:  # one model at a time, with the parameters of each checkpoint in turn
+        for state, _ in task.checkpoints:
+            task.model.load_state_dict(state)
+            yield task.model
+
     with parameters_kept(task.model):
-        scores = trak(_models(task), output_fn, task.train, task.queries, dim, damping=damping)
+        scores = trak(models(), output_fn, task.train, task.queries, dim, damping=damping)
     output = "margin" if has_margin else "minus the loss"
     return Scores(
         scores, RAISES_MARGIN if has_margin else LOWERS_LOSS, {"dim": dim, "damping": damping, "output": output}
     )
-
-
-def _models(task: Task) -> Iterator[nn.Module]:
-    """The model with the parameters of each checkpoint in turn."""
-    for state, _ in task.checkpoints:
-        task.model.load_state_dict(state)
-        yield task.model
 
 
 def _is_cross_entropy(task: Task) -> bool:
@@ -158,6 +157,6 @@ def method_named(name: str, **options: Any) -> Method:
     options = {option: value for option, value in options.items() if value is not None}
     for option in options:
         if option not in method.accepts:
-            others = " or ".join(other.name for other in METHODS.values() if option in other.accepts)
-            raise ValueError(f"{option} must be used with method {others}; found {name}.")
+            names = " or ".join(candidate.name for candidate in METHODS.values() if option in candidate.accepts)
+            raise ValueError(f"{option} must be used with method {names}; found {name}.")
     return replace(method, options=options)

@@ -23,7 +23,7 @@ from samplewise.loop.data.rng import seed_samples
 from samplewise.loop.data.sharding import RankShard
 
 BATCH = 64  # samples, for a loader whose batch sampler has no batch size
-KNOWN = (SequentialSampler, RandomSampler, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler)
+KNOWN_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class OrderedSamples:
@@ -63,10 +63,10 @@ class OrderedSamples:
 
     def batches(self, indices: Sequence[int] | None = None, size: int | None = None) -> OrderedBatches:
         """Batches of these samples, or of all, in this order. Default size: that of the loader."""
-        chosen = self.indices if indices is None else indices
-        sampler = BatchSampler(chosen, size or self.batch_size, drop_last=False)
+        indices = self.indices if indices is None else indices
+        sampler = BatchSampler(indices, size or self.batch_size, drop_last=False)
         loader = loader_with(self._loader, batch_sampler=sampler)
-        return OrderedBatches(loader, len(chosen), self._seed, self._device)
+        return OrderedBatches(loader, len(indices), self._seed, self._device)
 
 
 class OrderedBatches:
@@ -109,7 +109,7 @@ def _drawn_indices(loader: Any) -> Sequence[int]:
 def unknown_sampler(loader: Any) -> str | None:
     """Class name of the sampler of a loader, if it may leave out samples of the dataset; None if it is known."""
     sampler = _sampler(loader)
-    return None if isinstance(sampler, KNOWN) else type(sampler).__name__
+    return None if isinstance(sampler, KNOWN_SAMPLERS) else type(sampler).__name__
 
 
 def _kind(loader: Any) -> str:

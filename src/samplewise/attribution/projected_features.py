@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.outputs import OutputFn, outputs_and_weights
-from samplewise.attribution.rows_file import RowsFile
+from samplewise.attribution.store_files import RowsFile
 from samplewise.core.batches import cut, length
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import sha256
@@ -18,14 +17,71 @@ from samplewise.core.losses import LossFn, same_constants
 from samplewise.core.microbatch import Microbatch
 from samplewise.engine.gradients import project
 from samplewise.engine.quantities import Projection
-from samplewise.errors import StoreError
+from samplewise.errors import LossesError, StoreError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import errors_on_all_ranks
 from samplewise.scan import Scanner
 
+# (model, batch) -> outputs (B,), or (outputs, weights); see `outputs_and_weights`
+OutputFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 # Rows are written when they have this many elements, or when this time has passed since the last write.
 ELEMENTS_PER_WRITE = 2**24
 SECONDS_PER_WRITE = 5.0
+
+
+def margin(model: nn.Module, batch: Any) -> Tensor:
+    """Log-odds (B,) of the correct class: its logit minus the log-sum-exp of the other logits. Larger is better.
+
+    `batch` is (x, labels) with `model(x)` returning logits (B, classes), or a dict with "labels" for a model of
+    transformers.
+    """
+    logits, labels = _logits_and_labels(model, batch)
+    correct = labels[:, None]
+    incorrect_logits = logits.scatter(1, correct, -torch.inf)
+    return logits.gather(1, correct)[:, 0] - incorrect_logits.logsumexp(1)
+
+
+def outputs_and_weights(result: Any) -> tuple[Tensor, Tensor]:
+    """Split the result of an output function into outputs (B,) and weights (B,).
+
+    The weight of a sample is minus the derivative of its loss with respect to its output. If only outputs are
+    returned, they are taken as log-odds, whose loss is log(1 + exp(-output)): the weight is 1 - probability.
+    """
+    outputs, weights = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(outputs, Tensor) or outputs.dim() != 1:
+        description = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise LossesError(f"output_fn must return outputs (B,), or (outputs, weights); found {description}.")
+    if weights is None:
+        return outputs, torch.sigmoid(-outputs.detach())
+    if not isinstance(weights, Tensor) or weights.shape != outputs.shape:
+        description = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise LossesError(
+            f"weights of output_fn must be a tensor like its outputs, {tuple(outputs.shape)}; found {description}."
+        )
+    return outputs, weights.detach()
+
+
+def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Logits (B, classes) and labels (B,) of a batch."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        labels = batch["labels"]
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"})
+    elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        labels = batch[1]
+        logits = model(batch[0])
+    else:
+        raise LossesError(
+            f"margin needs batches (x, labels), or dicts with labels; found {type(batch).__name__}. Write your own "
+            "output_fn(model, batch) that returns one number per sample."
+        )
+    logits = getattr(logits, "logits", logits)
+    if logits.dim() != 2 or not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
+        description = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} of {labels.dtype}"
+        raise LossesError(
+            f"margin needs logits (B, classes) and labels (B,) that are class numbers; found {description}. Write your "
+            "own output_fn(model, batch) that returns one number per sample."
+        )
+    return logits, labels
 
 
 class Features(NamedTuple):
@@ -43,11 +99,11 @@ def features_of(
     microbatch: Microbatch,
 ) -> Callable[[Any], Features]:
     """Function batch -> Features. weighted: `fn` is an output function."""
-    found: list[Tensor] = []  # weights of the last call
+    last_weights: list[Tensor] = []  # of the last call
 
     def outputs(model: nn.Module, batch: Any) -> Tensor:
         outputs, weights = outputs_and_weights(fn(model, batch))
-        found[:] = [weights]
+        last_weights[:] = [weights]
         return outputs
 
     scanner = Scanner(model, same_constants(outputs, fn) if weighted else fn, microbatch)
@@ -57,7 +113,7 @@ def features_of(
         weights: list[Tensor] = []
         for _, g in scanner.of(batch):
             rows.append(checked_rows(project(g, projection), projection.dim, "rows"))
-            weights.extend(checked_weights(each, len(g)) for each in found)
+            weights.extend(checked_weights(part, len(g)) for part in last_weights)
         return Features(torch.cat(rows), torch.cat(weights) if weighted else None)
 
     return of_batch
@@ -79,8 +135,8 @@ def checked_rows(rows: Any, dim: int, name: str) -> Tensor:
 def checked_weights(weights: Tensor, count: int) -> Tensor:
     """Weights (count,) in float32 on the CPU."""
     if not isinstance(weights, Tensor) or weights.shape != (count,):
-        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(f"weights must be a tensor ({count},), one per sample; found {found}.")
+        description = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(f"weights must be a tensor ({count},), one per sample; found {description}.")
     weights = weights.detach().float().cpu()
     if not weights.isfinite().all():
         raise ValueError("weights must be finite in float32; found NaN or infinity.")

@@ -44,6 +44,7 @@ class SampledLoss:
             if scale is not None:
                 with torch.no_grad():
                     sampled = likelihood.sample()
+                # The Fisher matrix is quadratic in the gradients, and the Hessian of the loss linear in the scale.
                 return scale.sqrt() * likelihood.losses(sampled)
         raise LossesError(
             "labels='sampled' needs a loss that is a known negative log-likelihood of the model's output: "
@@ -108,13 +109,13 @@ class Likelihood(NamedTuple):
 def _scale(losses: Tensor, likelihood: Likelihood) -> Tensor | None:
     """Factors (b,) between the losses and the negative log-likelihood of the labels; None if it is not their loss."""
     with torch.no_grad():
-        known = likelihood.losses(likelihood.labels)
-        if losses.shape != known.shape:
+        expected = likelihood.losses(likelihood.labels)
+        if losses.shape != expected.shape:
             return None
-        tolerance = 1e-4 if torch.finfo(losses.dtype).bits > 16 and known.dtype == losses.dtype else 2e-2
-        for factor in (1.0, 0.5):
-            for scale in (torch.ones_like(known), 1 / likelihood.counts.clamp(min=1).to(known)):
-                if torch.allclose(losses.to(known), factor * scale * known, rtol=tolerance, atol=tolerance / 100):
+        tolerance = 1e-4 if torch.finfo(losses.dtype).bits > 16 and expected.dtype == losses.dtype else 2e-2
+        for factor in (1.0, 0.5):  # squared errors are often halved
+            for scale in (torch.ones_like(expected), 1 / likelihood.counts.clamp(min=1).to(expected)):
+                if torch.allclose(losses.to(expected), factor * scale * expected, rtol=tolerance, atol=tolerance / 100):
                     return factor * scale
     return None
 
@@ -144,8 +145,8 @@ def _categorical(logits: Tensor, labels: Tensor) -> Likelihood:
 
     def sample() -> Tensor:
         cumulative = logits.softmax(1).cumsum(1, dtype=torch.float64)
-        chosen = (cumulative < _uniform(labels)[:, None] * cumulative[:, -1:]).sum(1)
-        return torch.where(counted, chosen, IGNORE_INDEX)
+        classes = (cumulative < _uniform(labels)[:, None] * cumulative[:, -1:]).sum(1)
+        return torch.where(counted, classes, IGNORE_INDEX)
 
     def elements(classes: Tensor) -> Tensor:
         return F.cross_entropy(logits, classes.long(), ignore_index=IGNORE_INDEX, reduction="none")
@@ -178,5 +179,4 @@ def _elements_per_sample(labels: Tensor) -> Tensor:
 
 def _uniform(like: Tensor) -> Tensor:
     """Numbers in (0, 1), float64, one after the other from the global generator: they do not depend on microbatches."""
-    drawn = torch.rand(like.shape, dtype=torch.float64).clamp(min=1e-16)
-    return drawn.to(like.device)
+    return torch.rand(like.shape, dtype=torch.float64).clamp(min=1e-16).to(like.device)

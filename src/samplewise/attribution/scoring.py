@@ -7,15 +7,16 @@ brought up to date when it is needed, and replaced atomically, so that it is con
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from samplewise.attribution.rows_file import RowsFile
+from samplewise.attribution.projected_features import block_slices
+from samplewise.attribution.store_files import RowsFile
 from samplewise.core.files import atomic_write, tensor_bytes
-from samplewise.core.text import plural
+from samplewise.core.text import listed, plural
 from samplewise.errors import StoreError
 from samplewise.parallel import collectives
 
@@ -27,56 +28,54 @@ class Kernel:
 
     `of_queries(q) @ of_rows(r).T` are the scores.
     damping: lambda divided by the mean of the eigenvalues of X^T X; None for K = 1
-    columns: indices of the columns to use; None for all
+    layers: layers whose blocks of columns are used; None for all
     """
 
-    def __init__(self, file: RowsFile, damping: float | None, cosine: bool, columns: Tensor | None = None):
+    def __init__(self, file: RowsFile, damping: float | None, cosine: bool, layers: Sequence[str] | None):
         self.cosine = cosine
-        self.columns = columns
-        self.width = file.dim if columns is None else len(columns)
+        self.columns = None if layers is None else _columns(file, layers)
+        self.width = file.dim if self.columns is None else len(self.columns)
         self._factor: Tensor | None = None  # lower triangular L with L L^T = X^T X + lambda I
         if damping is not None and len(file):
             gram = updated_gram(file)
-            self._factor = _cholesky(gram if columns is None else gram[columns][:, columns], damping, file)
+            if self.columns is not None:
+                gram = gram[self.columns][:, self.columns]
+            self._factor = _cholesky(gram, damping, file)
 
     def of_queries(self, queries: Tensor) -> Tensor:
         """K q of each query, divided by sqrt(q^T K q) for the cosine, (Q, width) float32."""
-        queries = self._chosen(queries)
+        queries = self._select(queries)
         if self._factor is not None:
             wide = torch.cholesky_solve(queries.double().T, self._factor).T
-            return _divided(wide, (wide * queries).sum(1).clamp_min(0).sqrt(), self.cosine).float()
-        return _divided(queries, _norms(queries), self.cosine)
+            return _divide(wide, (wide * queries).sum(1).clamp_min(0).sqrt(), self.cosine).float()
+        return _divide(queries, _norms(queries), self.cosine)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Rows, divided by sqrt(r^T K r) for the cosine, (B, width) float32."""
-        rows = self._chosen(rows)
+        rows = self._select(rows)
         if not self.cosine:
             return rows
-        white = rows
+        white = rows  # norms of L^-1 r are sqrt(r^T K r)
         if self._factor is not None:
             white = torch.linalg.solve_triangular(self._factor, rows.double().T, upper=False).T
-        return _divided(rows, _norms(white), True)
+        return _divide(rows, _norms(white), True)
 
-    def _chosen(self, rows: Tensor) -> Tensor:
+    def _select(self, rows: Tensor) -> Tensor:
         return rows if self.columns is None else rows[:, self.columns]
 
 
 class Kernels:
     """Scores of several models: mean of the inner products of `Kernel`, times the mean weight of the samples.
 
-    The weights are left out for the cosine. files: rows of each model, by number; columns: as in `Kernel`, by number
+    The weights are left out for the cosine. files: rows of each model, by number; other arguments: as in `Kernel`
     """
 
     def __init__(
-        self,
-        files: Mapping[int, RowsFile],
-        damping: float | None,
-        cosine: bool,
-        columns: Mapping[int, Tensor | None],
+        self, files: Mapping[int, RowsFile], damping: float | None, cosine: bool, layers: Sequence[str] | None
     ):
         self._files = files
         self._cosine = cosine
-        self._kernels = {number: Kernel(file, damping, cosine, columns[number]) for number, file in files.items()}
+        self._kernels = {number: Kernel(file, damping, cosine, layers) for number, file in files.items()}
 
     @property
     def width(self) -> int:
@@ -85,7 +84,7 @@ class Kernels:
 
     def of_queries(self, queries: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Vectors (Q, width) of the queries for each model. Without models, the queries are returned."""
-        return {n: self._kernels[n].of_queries(own) if n in self._kernels else own for n, own in queries.items()}
+        return {n: self._kernels[n].of_queries(q) if n in self._kernels else q for n, q in queries.items()}
 
     def scores(self, vectors: Mapping[int, Tensor], part: slice) -> Tensor:
         """Scores (Q, samples of the slice)."""
@@ -111,10 +110,21 @@ class Kernels:
         return weights.mean(0) / len(self._files)
 
 
+def _columns(file: RowsFile, layers: Sequence[str]) -> Tensor:
+    """Indices of the columns of some layers."""
+    slices = block_slices(file.index.layers)
+    unknown = [layer for layer in layers if layer not in slices]
+    if unknown or not layers or isinstance(layers, str):
+        names = listed(slices) if slices else "none, because the store has no blocks; create it with blocks='layer'"
+        raise ValueError(f"layers must be a list of layers of the store; found {layers!r}. Its layers are {names}.")
+    return torch.cat([torch.arange(file.dim)[slices[layer]] for layer in layers])
+
+
 def largest(scores: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row in descending order, and their samples; the earlier column of equals first."""
     if scores.shape[1] > k:
         top = scores.topk(k + 1)
+        # topk chooses any of equal scores: rows in which the k-th and the next are equal are sorted as a whole.
         tied = top.values[:, k - 1] == top.values[:, k]
         columns = top.indices[:, :k].sort(dim=1).values
         if tied.any():
@@ -137,9 +147,9 @@ def updated_gram(file: RowsFile) -> Tensor:
     if collectives.rank() != 0:
         return gram
     # Several processes may search at a time, without a lock, and the store may be read-only: the file is a cache.
-    with suppress(OSError), atomic_write(path, path.with_suffix(f".{uuid.uuid4().hex}.partial")) as written:
-        written.write(tensor_bytes(torch.tensor([float(len(file))], dtype=torch.float64)))
-        written.write(tensor_bytes(gram))
+    with suppress(OSError), atomic_write(path, path.with_suffix(f".{uuid.uuid4().hex}.partial")) as cache:
+        cache.write(tensor_bytes(torch.tensor([float(len(file))], dtype=torch.float64)))
+        cache.write(tensor_bytes(gram))
     return gram
 
 
@@ -157,9 +167,9 @@ def _read_gram(file: RowsFile) -> tuple[int, Tensor]:
 
 def _cholesky(gram: Tensor, damping: float, file: RowsFile) -> Tensor:
     mean = gram.diagonal().mean()
-    added = damping * mean * torch.eye(len(gram), dtype=torch.float64)
-    factor, failed = torch.linalg.cholesky_ex(gram + added)
-    pivots = factor.diagonal()
+    ridge = damping * mean * torch.eye(len(gram), dtype=torch.float64)
+    factor, failed = torch.linalg.cholesky_ex(gram + ridge)
+    pivots = factor.diagonal()  # cholesky_ex accepts a matrix that is singular up to rounding
     if failed or pivots.min() ** 2 < torch.finfo(torch.float64).eps * len(gram) * pivots.max() ** 2:
         raise StoreError(
             f"X^T X + lambda must be invertible; found a singular matrix with {plural(len(file), 'sample')}, "
@@ -172,5 +182,5 @@ def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
-def _divided(rows: Tensor, norms: Tensor, cosine: bool) -> Tensor:
+def _divide(rows: Tensor, norms: Tensor, cosine: bool) -> Tensor:
     return (rows / norms.where(norms > 0, 1)[:, None]).to(rows.dtype) if cosine else rows

@@ -1,9 +1,6 @@
 """Random projections of per-sample gradients on disk, of one or several models, for repeated searches.
 
-store.json          format, dim, seed, dtype, blocks
-model-0000/         rows of the first model, see `rows_file`
-model-0001/         rows of the second model; ...
-store.lock          names the process that is writing, see `core.directory_lock`
+`store_files` has the files, `projected_features` computes rows, `scoring` the inner products of a search.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import checked_damping
-from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.projected_features import (
     Features,
+    OutputFn,
     Writer,
     adam_scale,
     block_slices,
@@ -33,22 +30,22 @@ from samplewise.attribution.projected_features import (
     layer_widths,
     skip_samples,
 )
-from samplewise.attribution.rows_file import (
+from samplewise.attribution.scoring import CHUNK, Kernels, largest
+from samplewise.attribution.store_files import (
     DTYPES,
-    PARTIAL_INDEX,
     ModelIndex,
     RowsFile,
+    create_store,
     mapped,
     npy_matrix,
-    read_index,
+    open_store,
 )
-from samplewise.attribution.scoring import CHUNK, Kernels, largest
 from samplewise.core.directory_lock import DirectoryLock
-from samplewise.core.files import absolute, write_json
+from samplewise.core.files import absolute
 from samplewise.core.losses import LossFn, with_constants
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
-from samplewise.core.text import listed, plural, progress
+from samplewise.core.text import plural, progress
 from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.quantities import Projection
@@ -56,9 +53,7 @@ from samplewise.errors import StoreError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank, on_rank_zero
 
-FORMAT = 2
 SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1
-SETTINGS = {"dim": int, "seed": int, "dtype": str, "blocks": str}
 
 Queries = Gradients | Tensor | Sequence[Gradients | Tensor] | Mapping[int, Gradients | Tensor]
 
@@ -102,7 +97,7 @@ class ProjectedStore:
         self._lock = DirectoryLock(
             self.directory, "store.lock", place="store", user="writer", remedy="open the store again", error=StoreError
         )
-        on_rank_zero(self._create)
+        on_rank_zero(lambda: create_store(self.directory, self._settings, self._lock))
         self._files = on_every_rank(self._open)  # before any rank goes on to write
 
     @property
@@ -141,15 +136,22 @@ class ProjectedStore:
         """
         if model_number not in range(self.models + 1):
             raise ValueError(f"model_number must be in 0..{self.models}; found {model_number!r}.")
-        rows = self._projected(g, model_number, "rows")
+        rows = self._project(g, model_number, "rows")
         features = Features(rows, None if weights is None else checked_weights(weights, len(rows)))
         if model_number < self.models and self._files[model_number].index.weighted != (weights is not None):
-            wanted = "with weights" if weights is None else "without weights"
+            condition = "with weights" if weights is None else "without weights"
             raise StoreError(
-                f"rows of model {model_number} must be added {wanted}, as the first ones were; found the other."
+                f"rows of model {model_number} must be added {condition}, as the first ones were; found the other."
             )
         with self._lock:
-            self._check_unchanged()
+            files = self._open()
+            # If another writer has changed the rows, those of this one would not be the next samples.
+            if [file.index for file in files] != [file.index for file in self._files]:
+                raise StoreError(
+                    f"samples must be added to the store in {self.directory} by one writer; found that another one has "
+                    f"changed it since it was opened here: it has {sum(map(len, files))} rows in place of "
+                    f"{sum(map(len, self._files))}. Nothing was added. Open the store again, and add what it lacks."
+                )
             if model_number == self.models:
                 layers = layer_widths(g.names, self.dim) if isinstance(g, Gradients) and self.blocks else ()
                 index = ModelIndex(weighted=weights is not None, layers=layers)
@@ -218,7 +220,7 @@ class ProjectedStore:
         each computes its share.
         """
         check_order(loader, "Use shuffle=False: rows are in the order of the loader.")
-        number = self._known(checksum_of_model(model))
+        number = self._find(checksum_of_model(model))
         index = self._files[number].index
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         compute = features_of(model, fn, self._projection(number, trained), index.weighted, microbatch)
@@ -361,42 +363,8 @@ class ProjectedStore:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _create(self) -> None:
-        index = self.directory / "store.json"
-        if index.exists():
-            return
-        with self._lock:
-            if index.exists():  # created by another process in the meantime
-                return
-            if any(self.directory.glob("model-*")):
-                raise StoreError(
-                    f"the store in {self.directory} must have a store.json; found rows of models without it. Restore "
-                    "it from a backup, or choose another directory."
-                )
-            content = {"format": FORMAT} | self._settings
-            write_json(index, content)
-
     def _open(self) -> list[RowsFile]:
-        self._check_settings()
-        directories = sorted(
-            self.directory.glob("model-*"), key=lambda directory: (len(directory.name), directory.name)
-        )
-        if (
-            directories
-            and directories[-1].is_dir()
-            and {path.name for path in directories[-1].iterdir()} <= {PARTIAL_INDEX}
-        ):
-            directories.pop()  # its process was killed before it had rows
-        for number, directory in enumerate(directories):
-            expected = self.directory / f"model-{number:04d}"
-            if directory != expected or not directory.is_dir():
-                found = directory.name + ("" if directory.is_dir() else ", which is no directory")
-                raise StoreError(
-                    f"the store in {self.directory} must have the rows of model {number} in the directory "
-                    f"{expected.name}; found {found}. Restore it from a backup, or fill a new store in another "
-                    "directory."
-                )
-        return [RowsFile(directory, self.dim, self.dtype) for directory in directories]
+        return open_store(self.directory, self._settings)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -408,49 +376,21 @@ class ProjectedStore:
         finally:
             self._lock.release()
 
-    def _check_unchanged(self) -> None:
-        """Raise if another writer has changed the rows: those of this one would not be the next samples."""
-        files = self._open()
-        if [file.index for file in files] != [file.index for file in self._files]:
-            raise StoreError(
-                f"samples must be added to the store in {self.directory} by one writer; found that another one has "
-                f"changed it since it was opened here: it has {sum(map(len, files))} rows in place of "
-                f"{sum(map(len, self._files))}. Nothing was added. Open the store again, and add what it lacks."
-            )
-
-    def _check_settings(self) -> None:
-        path = self.directory / "store.json"
-        version = read_index(path, {"format": int})["format"]
-        if version != FORMAT:
-            raise StoreError(
-                f"{path} must have format {FORMAT}; found {version}. Use the version of samplewise that wrote it, or "
-                "fill a new store at another path."
-            )
-        index = read_index(path, SETTINGS)
-        for name, expected in self._settings.items():
-            if index[name] != expected:
-                found = index[name] if index[name] != "" else None  # of blocks
-                wanted = expected if expected != "" else None
-                raise StoreError(
-                    f"the store in {self.directory} must have {name}={wanted!r}, as requested; found {name}={found!r}. "
-                    f"Open it with {name}={found!r}, or choose another directory."
-                )
-
     def _next_directory(self) -> Path:
         return self.directory / f"model-{self.models:04d}"
 
-    def _number(self, wanted: ModelIndex) -> int:
+    def _number(self, index: ModelIndex) -> int:
         """Number of the model with this checksum; starts its rows if there are none. Collective."""
-        numbers = [number for number, file in enumerate(self._files) if file.index.model == wanted.model]
+        numbers = [number for number, file in enumerate(self._files) if file.index.model == index.model]
         if not numbers:
             directory = self._next_directory()
-            on_rank_zero(lambda: RowsFile(directory, self.dim, self.dtype, wanted) and None)
+            on_rank_zero(lambda: RowsFile(directory, self.dim, self.dtype, index) and None)
             self._files.append(RowsFile(directory, self.dim, self.dtype))
             return self.models - 1
-        found = self._files[numbers[0]].index
-        if (found.weighted, found.scaling) != (wanted.weighted, wanted.scaling):
-            kind = "an output function" if found.weighted else "the loss"
-            kind += ", scaled by Adam's second moments" if found.scaling else ""
+        stored = self._files[numbers[0]].index
+        if (stored.weighted, stored.scaling) != (index.weighted, index.scaling):
+            kind = "an output function" if stored.weighted else "the loss"
+            kind += ", scaled by Adam's second moments" if stored.scaling else ""
             raise StoreError(
                 "the rows of a model must be gradients of one function, with one scale; found that the store in "
                 f"{self.directory} has rows of {kind} for this model. Pass the same returns and second_moments, or "
@@ -458,7 +398,8 @@ class ProjectedStore:
             )
         return numbers[0]
 
-    def _known(self, checksum: str) -> int:
+    def _find(self, checksum: str) -> int:
+        """Number of the model with this checksum."""
         for number, file in enumerate(self._files):
             if file.index.model == checksum:
                 return number
@@ -484,24 +425,24 @@ class ProjectedStore:
             blocks = {name: slices[layer_of(name)] for name in names}
         return Projection(self.dim, self.seed + number, blocks=blocks, scale=scale)
 
-    def _projected(self, given: Gradients | Tensor, number: int, name: str) -> Tensor:
+    def _project(self, g: Gradients | Tensor, number: int, name: str) -> Tensor:
         """Rows (B, dim) of gradients or of a tensor, float32, on the CPU."""
-        rows = project(given, self._projection(number, given.names)) if isinstance(given, Gradients) else given
+        rows = project(g, self._projection(number, g.names)) if isinstance(g, Gradients) else g
         return checked_rows(rows, self.dim, name)
 
     def _queries(self, queries: Queries) -> dict[int, Tensor]:
         """Projected queries by the number of the model."""
-        given = [queries] if isinstance(queries, (Gradients, Tensor)) else queries
-        if not isinstance(given, Mapping):
-            if len(given) != max(self.models, 1):
+        by_model = [queries] if isinstance(queries, (Gradients, Tensor)) else queries
+        if not isinstance(by_model, Mapping):
+            if len(by_model) != max(self.models, 1):
                 raise ValueError(
                     f"queries must be given for each of the {plural(self.models, 'model')} of the store; found "
-                    f"{len(given)}. Pass a list with one for each model, or a dict {{number of the model: queries}}."
+                    f"{len(by_model)}. Pass a list with one for each model, or a dict {{number of the model: queries}}."
                 )
-            given = dict(enumerate(given))
-        if not given or not all(number in range(max(self.models, 1)) for number in given):
-            raise ValueError(f"queries must have keys in 0..{self.models - 1}, at least one; found {list(given)}.")
-        projected = {number: self._projected(own, number, "queries") for number, own in given.items()}
+            by_model = dict(enumerate(by_model))
+        if not by_model or not all(number in range(max(self.models, 1)) for number in by_model):
+            raise ValueError(f"queries must have keys in 0..{self.models - 1}, at least one; found {list(by_model)}.")
+        projected = {number: self._project(g, number, "queries") for number, g in by_model.items()}
         sizes = {len(rows) for rows in projected.values()}
         if len(sizes) > 1:
             raise ValueError(f"queries must be the same samples for each model; found {sorted(sizes)} samples.")
@@ -512,18 +453,7 @@ class ProjectedStore:
     ) -> Kernels:
         multiple = None if damping is None else checked_damping(damping)
         files = {number: self._files[number] for number in numbers} if self.models else {}
-        columns = {number: self._columns(file, layers) for number, file in files.items()}
-        return Kernels(files, multiple, cosine, columns)
-
-    def _columns(self, file: RowsFile, layers: Sequence[str] | None) -> Tensor | None:
-        if layers is None:
-            return None
-        slices = block_slices(file.index.layers)
-        unknown = [layer for layer in layers if layer not in slices]
-        if unknown or not layers or isinstance(layers, str):
-            known = listed(slices) if slices else "none, because the store has no blocks; create it with blocks='layer'"
-            raise ValueError(f"layers must be a list of layers of the store; found {layers!r}. Its layers are {known}.")
-        return torch.cat([torch.arange(self.dim)[slices[layer]] for layer in layers])
+        return Kernels(files, multiple, cosine, layers)
 
     def _common_count(self, numbers: Iterable[int]) -> int:
         counts = {len(self._files[number]) for number in numbers} if self.models else {0}

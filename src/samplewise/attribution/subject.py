@@ -1,11 +1,15 @@
 """Subject of `attribute`: a model with its loss and data, at the parameters of trained models.
 
-Queries are samples of the validation loader. Their losses and predictions, the outcomes, are those of the last model.
+Trained models are checkpoints of runs. Queries are samples of the validation loader. Their losses and predictions, the
+outcomes, are those of the last model.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +20,22 @@ from torch import Tensor, nn
 
 from samplewise.attribution.methods import Method, Scores, Task
 from samplewise.attribution.ordered_samples import OrderedBatches, OrderedSamples, unknown_sampler
-from samplewise.attribution.trained_models import TrainedModel, run_settings
+from samplewise.core.files import sha256
 from samplewise.core.losses import IGNORE_INDEX, as_loss_fn, per_sample, prediction_columns
 from samplewise.core.state import eval_mode
 from samplewise.core.text import plural, progress
-from samplewise.errors import BatchError, CheckpointError, NonFiniteGradientError
+from samplewise.errors import BatchError, CheckpointError, CheckpointWarning, NonFiniteGradientError
 from samplewise.ledger.previews import preview
+from samplewise.loop.checkpoint import io
+from samplewise.loop.checkpoint.directory import FOLDER, newest_first
+from samplewise.loop.checkpoint.format import STATE_FILE
+from samplewise.loop.checkpoint.resume_settings import check_frozen, with_frozen
 from samplewise.loop.evaluation import OutputRecorder, Target, check_one_per_sample
 
 QUERY_NUMBERS = 2**28  # of gradients of a batch of queries, which EK-FAC holds as rows
 RULES = ("wrong", "worst")
 INDICES = re.compile(r"([0-9]+)(?:-([0-9]+))?")  # a part of "0,5,10-20"
+NEEDED = ("model", "frozen", "loss", "meters", "trainer")  # of the state in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Outcomes:
 
     def of(self, rows: Tensor) -> Outcomes:
         """Outcomes of some of the samples."""
-        labels, predictions = (None if each is None else each[rows] for each in (self.labels, self.predictions))
+        labels, predictions = (None if column is None else column[rows] for column in (self.labels, self.predictions))
         return Outcomes(self.losses[rows], labels, predictions)
 
 
@@ -67,7 +76,7 @@ class Subject:
                 loss.load_state_dict(saved)
                 self.models = self.models[-1:]
                 self.notes.append("The loss has weights of its own: only the newest checkpoint is used.")
-        self.states = [each.parameters(model) for each in self.models]
+        self.states = [trained.parameters(model) for trained in self.models]
         model.load_state_dict(self.states[-1])
         if validation is None:
             raise BatchError(
@@ -78,7 +87,7 @@ class Subject:
         self.train = OrderedSamples(train, "training", seed, device)
         self.validation = OrderedSamples(validation, "validation", seed, device)
         length = len(train.dataset)
-        for samples in (each.samples for each in self.models):
+        for samples in (trained.samples for trained in self.models):
             if samples not in (None, length):
                 raise CheckpointError(
                     f"the training dataset must be the one of the run, with {plural(samples, 'sample')}; found "
@@ -106,10 +115,9 @@ class Subject:
         """Weight of each trained model: the learning rate of its last update; 1 each if one is unknown, if all are 0,
         or if there is one model only.
         """
-        rates = [each.learning_rate for each in self.models]
-        known = [rate for rate in rates if rate is not None]
-        usable = len(known) == len(rates) > 1 and any(known)
-        return known if usable else [1.0] * len(rates)
+        rates = [model.learning_rate for model in self.models if model.learning_rate is not None]
+        usable = len(rates) == len(self.models) > 1 and any(rates)
+        return rates if usable else [1.0] * len(self.models)
 
     @property
     def class_names(self) -> list[str]:
@@ -142,29 +150,35 @@ class Subject:
                 outputs = recorder.last("the page shows its predictions", "write a loss function that does")
                 classes.append(_classes(outputs, batch))
                 advance(1)
-        known = [each for each in classes if each is not None]
-        if len(known) < len(classes):
+        columns = [batch_columns for batch_columns in classes if batch_columns is not None]
+        if len(columns) < len(classes):
             return Outcomes(torch.cat(losses))
-        labels, predictions = (torch.cat([each[name].cpu() for each in known]) for name in ("label", "prediction"))
+        labels, predictions = (torch.cat([part[name].cpu() for part in columns]) for name in ("label", "prediction"))
         return Outcomes(torch.cat(losses), labels, predictions)
 
-    def queries(self, wanted: str, limit: int) -> tuple[list[int], Outcomes]:
+    def queries(self, rule: str, limit: int) -> tuple[list[int], Outcomes]:
         """Indices of the queries, and their outcomes; arguments as in `attribute`."""
         samples = self.validation
-        if wanted not in RULES:
-            indices = _parsed(wanted, samples.indices)
+        if rule not in RULES:
+            indices = _parse_indices(rule, samples.indices)
             return indices, self.outcomes(samples.batches(indices))
         outcomes = self.outcomes(samples.batches())
         order = outcomes.losses.argsort(descending=True, stable=True)
-        if wanted == "wrong":
-            order = order[_wrong(outcomes)[order]]
+        if rule == "wrong":
+            if outcomes.labels is None or outcomes.predictions is None:
+                raise ValueError(
+                    "queries='wrong' needs a classification: logits (B, classes) and labels (B,) that are class "
+                    "indices; found another task. Use 'worst', or indices."
+                )
+            wrong = (outcomes.labels != outcomes.predictions) & (outcomes.labels != IGNORE_INDEX)
+            order = order[wrong[order]]
             if not len(order):
                 raise ValueError(
                     "queries='wrong' needs a misclassified validation sample; found none among "
                     f"{plural(len(samples), 'sample')}. Use 'worst'."
                 )
-        chosen = order[:limit]
-        return [samples.indices[k] for k in chosen.tolist()], outcomes.of(chosen)
+        positions = order[:limit]
+        return [samples.indices[k] for k in positions.tolist()], outcomes.of(positions)
 
     def scores(self, method: Method, queries: Sequence[int]) -> Scores:
         """Scores of a method; raises NonFiniteGradientError if they are not finite."""
@@ -203,40 +217,136 @@ def _classes(outputs: Any, batch: Any) -> dict[str, Tensor] | None:
     return prediction_columns(logits, labels, IGNORE_INDEX, ("label", "prediction"))
 
 
-def _wrong(outcomes: Outcomes) -> Tensor:
-    if outcomes.labels is None or outcomes.predictions is None:
-        raise ValueError(
-            "queries='wrong' needs a classification: logits (B, classes) and labels (B,) that are class indices; found "
-            "another task. Use 'worst', or indices."
-        )
-    return (outcomes.labels != outcomes.predictions) & (outcomes.labels != IGNORE_INDEX)
-
-
 # --- indices in a text ------------------------------------------------------------------------------------------------
 
 
-def check_queries(wanted: str | Sequence[int]) -> str:
+def check_queries(queries: str | Sequence[int]) -> str:
     """Queries as text; raises ValueError unless they have the form of a rule or of indices."""
-    text = wanted if isinstance(wanted, str) else ",".join(map(str, wanted))
+    text = queries if isinstance(queries, str) else ",".join(map(str, queries))
     if text in RULES or all(INDICES.fullmatch(part.strip()) for part in text.split(",")):
         return text
     raise ValueError(
-        f"queries must be indices of validation samples such as 0,5,10-20, or wrong, or worst; found {wanted!r}."
+        f"queries must be indices of validation samples such as 0,5,10-20, or wrong, or worst; found {queries!r}."
     )
 
 
-def _parsed(wanted: str, indices: Sequence[int]) -> list[int]:
+def _parse_indices(text: str, indices: Sequence[int]) -> list[int]:
     """Indices in a text such as "0,5,10-20", without duplicates, in the order of the text."""
-    chosen: dict[int, None] = {}
-    known = indices if isinstance(indices, range) else set(indices)
-    for part in wanted.split(","):
+    queries: dict[int, None] = {}  # an ordered set
+    existing = indices if isinstance(indices, range) else set(indices)
+    for part in text.split(","):
         match = INDICES.fullmatch(part.strip())
         assert match is not None  # see `check_queries`
         first = int(match[1])
         last = int(match[2] or first)
-        if first not in known or last not in known or last < first:
+        if first not in existing or last not in existing or last < first:
             raise ValueError(
                 f"queries must be indices of validation samples, {indices[0]} to {indices[-1]}; found {part.strip()}."
             )
-        chosen.update(dict.fromkeys(index for index in range(first, last + 1) if index in known))
-    return list(chosen)
+        queries.update(dict.fromkeys(index for index in range(first, last + 1) if index in existing))
+    return list(queries)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Checkpoint of a run.
+
+    path      of the checkpoint
+    run       directory of the run
+    state     as returned by `sw.load_checkpoint`, without the state of the optimizer and the like
+    """
+
+    path: Path
+    run: Path
+    state: dict[str, Any]
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the last update; None if the checkpoint does not have it."""
+        rate = self.state.get("meters", {}).get("lr")
+        return rate if isinstance(rate, (int, float)) and math.isfinite(rate) else None
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run, from the checkpoint or from run.json; 0 if neither has it."""
+        seed = self.state.get("trainer", {}).get("seed", run_settings(self.run).get("seed"))
+        return seed if type(seed) is int else 0
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of the training dataset; None if the checkpoint does not have it."""
+        data = self.state.get("trainer", {}).get("data") or [{}]
+        return data[0].get("dataset length")
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of names, dtypes, shapes and values of the saved parameters and buffers."""
+        return sha256(
+            content
+            for name, tensor in self.state["model"].items()
+            if isinstance(tensor, Tensor)
+            for content in (f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor)
+        )
+
+    def parameters(self, model: nn.Module) -> dict[str, Any]:
+        """State dict for a model; raises CheckpointError if it does not fit."""
+        frozen = self.state.get("frozen", {})
+        check_frozen(frozen, model)
+        state = with_frozen(self.state["model"], frozen, model)
+        state |= {name: state[name].clone() for name in frozen}  # not the tensors of the model itself
+        expected = {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
+        saved = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
+        for name in dict.fromkeys([*expected, *saved]):
+            if expected.get(name) != saved.get(name):
+                raise CheckpointError(
+                    f"the model must be the one that was trained; found {name!r} of shape "
+                    f"{expected.get(name, 'none')} in the model and {saved.get(name, 'none')} in {self.path}. Restore "
+                    "the model of that run, or pass a run of this model."
+                )
+        return state
+
+
+def read_runs(runs: Sequence[Path], newest: int | None) -> list[TrainedModel]:
+    """Checkpoints of run directories; the newest one of the first run is last. An entry may also be the path of one
+    checkpoint.
+
+    newest: number of checkpoints per run; default all. CheckpointWarning is issued for those that cannot be read.
+    """
+    return [model for run in reversed(runs) for model in _read(run, newest)]
+
+
+def _read(run: Path, newest: int | None) -> list[TrainedModel]:
+    try:
+        if (run / STATE_FILE).is_file():
+            paths = [run]
+        else:
+            paths = [path for _, path in newest_first(run / FOLDER)] if (run / FOLDER).is_dir() else []
+    except OSError as why:
+        raise CheckpointError(f"a run must be an accessible directory; found {run}: {why.strerror}.") from why
+    models: list[TrainedModel] = []
+    for path in paths:
+        if newest is not None and len(models) == newest:
+            break
+        try:
+            state = io.read(path)
+        except CheckpointError as why:
+            warnings.warn(f"{why} It is left out.", CheckpointWarning, stacklevel=2)
+            continue
+        needed = {name: state[name] for name in NEEDED if name in state}
+        directory = path.parent.parent if path.parent.name == FOLDER else path.parent
+        models.insert(0, TrainedModel(path, directory, needed))
+    if not models:
+        raise CheckpointError(
+            "attribution needs a trained model: a run directory with a readable checkpoint; found none in "
+            f"{run}. Train first with samplewise train RECIPE or Trainer(..., run=...), or pass another run."
+        )
+    return models
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """Settings in the run.json of a run directory; empty if it cannot be read."""
+    try:
+        settings = json.loads((run / "run.json").read_bytes())["settings"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -1,4 +1,4 @@
-"""`sw.trak`: scores of training samples for queries from an ensemble of models."""
+"""On top of a store: `sw.trak`, scores from an ensemble of models, and `select`, the samples that help most."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import checked_damping
-from samplewise.attribution.outputs import OutputFn
-from samplewise.attribution.store import ProjectedStore
+from samplewise.attribution.projected_features import OutputFn
+from samplewise.attribution.scoring import largest
+from samplewise.attribution.store import ProjectedStore, Queries
 from samplewise.core.microbatch import Microbatch
 from samplewise.dataset_pass import check_train_and_queries
 from samplewise.parallel import collectives
@@ -54,10 +56,12 @@ def trak(
         `sw.auto(memory)`
     """
     check_train_and_queries(train, queries)
-    with _kept_or_temporary(directory) as place:
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        models = [models]
+    with _store_directory(directory) as place:
         store = ProjectedStore(place, dim, seed, dtype=dtype)
         projected: dict[int, Tensor] = {}
-        for model in _each(models):
+        for model in models:
             number = store.fill(model, output_fn, train, returns="outputs", microbatch=microbatch)
             if number in projected:
                 raise ValueError(
@@ -70,18 +74,46 @@ def trak(
         return store.scores(projected, damping=checked_damping(damping))
 
 
-def _each(models: nn.Module | Iterable[nn.Module]) -> Iterable[nn.Module]:
-    if isinstance(models, nn.ModuleList) or not isinstance(models, nn.Module):
-        return models
-    return [models]
-
-
 @contextmanager
-def _kept_or_temporary(directory: str | os.PathLike[str] | None) -> Iterator[str | os.PathLike[str]]:
+def _store_directory(directory: str | os.PathLike[str] | None) -> Iterator[str | os.PathLike[str]]:
     """The directory, or a temporary one that is removed at the end."""
     if directory is not None:
         yield directory
         return
-    with tempfile.TemporaryDirectory(prefix="samplewise-trak-") as own:
-        yield on_rank_zero(lambda: own)
+    with tempfile.TemporaryDirectory(prefix="samplewise-trak-") as temporary:
+        yield on_rank_zero(lambda: temporary)
         collectives.barrier()  # before rank 0 removes it
+
+
+def select(
+    store: ProjectedStore,
+    queries: Queries,
+    k: int,
+    *,
+    reduce: Literal["max", "mean"] = "max",
+    cosine: bool = True,
+    damping: float | None = None,
+) -> Tensor:
+    """Indices (k,) of the k samples of a store with the largest scores for a target set, in descending order.
+
+    The score of a sample is its largest cosine with a query: a cosine, so that samples with large gradients, such as
+    wrong labels, do not win by their size alone; the largest, so that samples like any part of the target set are
+    chosen. No sample is chosen twice; of equal scores, the earlier sample comes first. Fill the store with
+    `second_moments=optimizer` to compare queries with the steps that Adam would make, as LESS does.
+
+    queries: the target set: Gradients, a tensor (Q, dim) as from `store.project`, or several, as in `store.search`
+    reduce: "max" over the queries (default), or "mean" for samples that help all queries together, which may favor one
+        class
+    cosine, damping: as in `store.search`, but cosine is True by default
+    """
+    if reduce not in ("mean", "max"):
+        raise ValueError(f"reduce must be 'mean' or 'max'; found {reduce!r}.")
+    if type(k) is not int or not 1 <= k <= len(store):
+        raise ValueError(f"k must be an integer in 1..{len(store)}, the number of samples of the store; found {k!r}.")
+    parts = []
+    for _, scores in store.score_chunks(queries, cosine=cosine, damping=damping):
+        if not len(scores):
+            raise ValueError("queries must be at least one sample; found none.")
+        parts.append(scores.mean(0) if reduce == "mean" else scores.amax(0))
+    total = torch.cat(parts)[None]
+    return largest(total, torch.arange(total.shape[1])[None], k)[1][0]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -138,19 +138,12 @@ def table(costs: Mapping[UpdateKey, Cost | None], title: str) -> str:
     header = ["at a time", *(f"{unit}, {transform}" for transform in transforms for unit in ("ms", "MB"))]
     rows = []
     for size in sizes:
-        name = "all at once" if size is None else f"microbatch {size}"
-        rows.append([name, *_cost_cells(costs[transform, size] for transform in transforms)])
+        row = ["all at once" if size is None else f"microbatch {size}"]
+        for transform in transforms:
+            cost = costs[transform, size]
+            row += ["refused", ""] if cost is None else [three_digits(cost.milliseconds), _megabytes(cost.bytes)]
+        rows.append(row)
     return render(header, rows, title)
-
-
-def _cost_cells(costs: Iterator[Cost | None]) -> Iterator[str]:
-    for cost in costs:
-        if cost is None:
-            yield "refused"
-            yield ""
-        else:
-            yield three_digits(cost.milliseconds)
-            yield _megabytes(cost.bytes)
 
 
 def _megabytes(size: float | None) -> str:
@@ -194,11 +187,11 @@ def cost_advice(
     return advice
 
 
-def _microbatch_advice(size: int, microbatch: Cost, whole: Cost) -> str:
-    time = microbatch.milliseconds / whole.milliseconds
+def _microbatch_advice(size: int, microbatch: Cost, batch: Cost) -> str:
+    time = microbatch.milliseconds / batch.milliseconds
     text = f"Microbatches of {size} take {time:.1f} times as long as all samples at once"
-    if microbatch.bytes is not None and whole.bytes:
-        memory = microbatch.bytes / whole.bytes
+    if microbatch.bytes is not None and batch.bytes:
+        memory = microbatch.bytes / batch.bytes
         text += f" and {memory:.0%} of the memory"
         if memory > 0.95:
             return f"{text}: do not use --microbatch."
@@ -243,10 +236,11 @@ def measure_compile_gain(make_step: MakeStep, batch: Any, samples: int | None) -
     sizes = [None] if samples is None else sorted({1, samples})
     for size in sizes:
         try:
-            steps |= {
-                (size, compile): _warmed_up(make_step(samples=size, compile=compile), batch)
-                for compile in (False, True)
-            }
+            pair = {(size, compile): make_step(samples=size, compile=compile) for compile in (False, True)}
+            for step in pair.values():
+                for _ in range(WARM_UP):
+                    step(batch)
+            steps |= pair
         except Exception as error:  # the model may support batches but not a single sample
             failures[size] = f"{type(error).__name__}: {error}"
     reasons = {size: step.compiled for (size, compile), step in steps.items() if compile}
@@ -256,22 +250,14 @@ def measure_compile_gain(make_step: MakeStep, batch: Any, samples: int | None) -
         if not compile or reasons[size] == "compiled"
     }
     seconds = interleaved_seconds(measured)
-    return [_gain(size, samples, seconds, failures.get(size) or reasons[size]) for size in sizes]
-
-
-def _warmed_up(step: Step, batch: Any) -> Step:
-    for _ in range(WARM_UP):
-        step(batch)
-    return step
-
-
-def _gain(
-    size: int | None, samples: int | None, seconds: Mapping[tuple[int | None, bool], float], reason: str
-) -> CompileGain:
-    updates = 1 if size is None or samples is None else samples // size  # per pass over the batch
-    times = [seconds.get((size, compile)) for compile in (False, True)]
-    eager, compiled = (None if time is None else 1e6 * time / updates for time in times)
-    return CompileGain(size, eager, compiled, "" if reason == "compiled" else reason)
+    gains = []
+    for size in sizes:
+        updates = 1 if size is None or samples is None else samples // size  # per pass over the batch
+        times = [seconds.get((size, compile)) for compile in (False, True)]
+        eager, compiled = (None if time is None else 1e6 * time / updates for time in times)
+        reason = failures.get(size) or reasons[size]
+        gains.append(CompileGain(size, eager, compiled, "" if reason == "compiled" else reason))
+    return gains
 
 
 def compile_advice(gains: Iterable[CompileGain]) -> list[str]:

@@ -30,8 +30,8 @@ Score = Literal["loss", "margin", "el2n", "norm", "last_norm", "self_influence",
 
 def el2n(logits: Tensor, labels: Tensor) -> Tensor:
     """EL2N scores (B,): |softmax(logits) - one-hot label|."""
-    one = torch.ones_like(labels[:, None], dtype=logits.dtype)
-    return logits.softmax(1).scatter_add(1, labels[:, None], -one).norm(dim=1)
+    ones = torch.ones_like(labels[:, None], dtype=logits.dtype)
+    return logits.softmax(1).scatter_add(1, labels[:, None], -ones).norm(dim=1)
 
 
 class ClassGradients:
@@ -60,10 +60,10 @@ class ClassGradients:
             sums = self._sums[label]
             dots = torch.where(in_class, g.dot(sums).double(), dots)
             lengths = torch.where(in_class, sum(s.double().square().sum() for s in sums.values()), lengths)
-        others = (lengths - 2 * dots + squared).clamp(min=0)
-        scale = (squared * others).sqrt()
-        known = others > 1e-6 * (lengths + squared)  # otherwise a class of one sample: the rest is rounding error
-        return torch.where(known & (scale > 0), (dots - squared) / scale.where(scale > 0, 1), 0).clamp(-1, 1)
+        rest = (lengths - 2 * dots + squared).clamp(min=0)
+        scale = (squared * rest).sqrt()
+        has_rest = rest > 1e-6 * (lengths + squared)  # otherwise a class of one sample: the rest is rounding error
+        return torch.where(has_rest & (scale > 0), (dots - squared) / scale.where(scale > 0, 1), 0).clamp(-1, 1)
 
 
 def last_layer(names: list[str]) -> list[str]:
@@ -103,16 +103,14 @@ class ScoreInputs:
                 f"{tuple(logits.shape)}. Pass logits=, a function of (model, batch), or pass score='loss', which needs "
                 "no logits."
             )
-        self._check_classes(logits.shape[1])
-        return logits
-
-    def _check_classes(self, classes: int) -> None:
+        classes = logits.shape[1]
         invalid = self.labels[(self.labels < 0) | (self.labels >= classes)]
         if len(invalid):
             raise ValueError(
                 f"labels must be class indices, 0 to {classes - 1} for {classes} logits; found {invalid[0].item()}. "
                 "Remove such samples, or pass score='loss', which needs no labels."
             )
+        return logits
 
     def last_norms(self) -> Tensor:
         norms = self.g.norms(by="parameter")

@@ -47,7 +47,13 @@ class Similarity:
             i, j = sorted(divmod(flat_index, len(means)))
             if not means[i, j] > threshold:
                 break
-            _merge(means, groups, i, j)
+            # Average linkage: the means of a merged cluster are those of its parts, weighted by their sizes.
+            a, b = len(groups[i]), len(groups[j])
+            means[i] = (a * means[i] + b * means[j]) / (a + b)
+            means[:, i] = means[i]
+            means[j] = means[:, j] = means[i, i] = -torch.inf
+            groups[i] = sorted(groups[i] + groups[j])
+            groups[j] = []
         return sorted((group for group in groups if group), key=lambda group: (-len(group), group))
 
     def __repr__(self) -> str:
@@ -64,16 +70,6 @@ class Similarity:
         values = self.matrix[i, j].detach()
         order = values.argsort(descending=largest, stable=True)[:k]
         return list(zip(i[order].tolist(), j[order].tolist(), values[order].tolist(), strict=True))
-
-
-def _merge(means: Tensor, groups: list[list[int]], i: int, j: int) -> None:
-    """Merge group j into group i, in place."""
-    a, b = len(groups[i]), len(groups[j])
-    means[i] = (a * means[i] + b * means[j]) / (a + b)
-    means[:, i] = means[i]
-    means[j] = means[:, j] = means[i, i] = -torch.inf
-    groups[i] = sorted(groups[i] + groups[j])
-    groups[j] = []
 
 
 def similarity(g: Gradients, other: Gradients | None = None) -> Similarity:

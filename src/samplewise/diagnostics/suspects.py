@@ -205,7 +205,7 @@ class _ScoreComputation:
             for lr in at_each(self.model, checkpoints):
                 results.append(self._at_current_parameters(lr))
         ids = results[0][0]
-        positions = [_positions(ids, other) for other, _ in results]
+        positions = [_positions(ids, later_ids) for later_ids, _ in results]
         result = {}
         for name in self.names:
             aligned = [scores[name][position] for position, (_, scores) in zip(positions, results, strict=True)]
@@ -215,11 +215,20 @@ class _ScoreComputation:
 
     def _at_current_parameters(self, lr: float) -> tuple[Ids, dict[str, Tensor]]:
         """Ids, and scores at the current parameters."""
-        classes = self._classes()
+
+        def logits_of(batch: Any) -> Tensor:
+            with torch.no_grad():
+                return self.logits(self.model, batch)
+
+        # The agreement needs the summed gradients of each class, in a pass of their own.
+        classes = ClassGradients()
+        if "agreement" in self.names:
+            for batch, g in self._gradients():
+                classes.add(g, torch.as_tensor(self._labels_of(batch), device=g.losses.device))
         ids: Ids = []
         columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for batch, g in self._gradients():
-            inputs = ScoreInputs(g, lr, batch, self._logits_of, self._labels_of, classes)
+            inputs = ScoreInputs(g, lr, batch, logits_of, self._labels_of, classes)
             for name, column in columns.items():
                 column.append(SCORES[name](inputs).detach().double().cpu())
             ids += range(len(ids), len(ids) + len(g)) if self.ids is None else self._ids_of(batch, len(g))
@@ -233,10 +242,6 @@ class _ScoreComputation:
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
         return scan(self.model, _per_count(self.loss_fn), self.loader, microbatch=self.microbatch)
 
-    def _logits_of(self, batch: Any) -> Tensor:
-        with torch.no_grad():
-            return self.logits(self.model, batch)
-
     def _labels_of(self, batch: Any) -> Any:
         return _batch_entry(batch, self.labels, "labels")
 
@@ -249,32 +254,24 @@ class _ScoreComputation:
             raise ValueError(f"ids must be integers or strings, one per sample; found {description}.")
         return ids
 
-    def _classes(self) -> ClassGradients:
-        """Summed gradients of each class, in a pass of their own; empty unless the agreement is computed."""
-        classes = ClassGradients()
-        if "agreement" in self.names:
-            for batch, g in self._gradients():
-                classes.add(g, torch.as_tensor(self._labels_of(batch), device=g.losses.device))
-        return classes
-
 
 def _per_count(loss_fn: LossFn) -> LossFn:
     """Loss function whose losses are divided by their counts, unless a count is 0."""
-    given = as_loss_fn(loss_fn)
+    fn = as_loss_fn(loss_fn)
 
     def losses_per_count(model: nn.Module, batch: Any) -> Tensor:
-        losses, counts = per_sample(given(model, batch))
+        losses, counts = per_sample(fn(model, batch))
         return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
 
-    return same_constants(losses_per_count, given)
+    return same_constants(losses_per_count, fn)
 
 
-def _positions(ids: Ids, others: Ids) -> Tensor:
-    """Positions in `others` of each of the ids."""
-    if ids == others:
+def _positions(ids: Ids, later_ids: Ids) -> Tensor:
+    """Positions of each of the ids in those of a later pass."""
+    if ids == later_ids:
         return torch.arange(len(ids))
-    position_of = {sample_id: k for k, sample_id in enumerate(others)}
-    if len(ids) != len(others) or position_of.keys() != set(ids):
+    position_of = {sample_id: k for k, sample_id in enumerate(later_ids)}
+    if len(ids) != len(later_ids) or position_of.keys() != set(ids):
         raise ValueError(
             "every pass over the loader must yield the same samples; found other ids in a later pass. Use a loader "
             "without random sampling."
@@ -345,12 +342,12 @@ def _as_names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _check_names(names: Iterable[str], known: Iterable[str], remedy: str = "") -> None:
-    """Raise ValueError for a name that is not a known score. `remedy`: how to get another score."""
+def _check_names(names: Iterable[str], scores: Iterable[str], remedy: str = "") -> None:
+    """Raise ValueError for a name that is not one of the scores. `remedy`: how to get another score."""
     for name in names:
-        if name not in known:
-            hint = did_you_mean(str(name), known) or remedy
-            raise ValueError(f"a score must be one of {', '.join(known)}; found {name!r}. {hint}".rstrip())
+        if name not in scores:
+            hint = did_you_mean(str(name), scores) or remedy
+            raise ValueError(f"a score must be one of {', '.join(scores)}; found {name!r}. {hint}".rstrip())
 
 
 _RECORD_IT = (

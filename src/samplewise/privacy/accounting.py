@@ -220,12 +220,14 @@ def _event(dp_accounting: Any, releases: Releases) -> Any:
     noise = float(releases.noise_multiplier)
     rate = float(releases.sample_rate)
     if releases.max_batch is not None:
-        one = dp_accounting.TruncatedSubsampledGaussianDpEvent(releases.dataset_size, rate, releases.max_batch, noise)
+        release = dp_accounting.TruncatedSubsampledGaussianDpEvent(
+            releases.dataset_size, rate, releases.max_batch, noise
+        )
     elif rate == 1.0:
-        one = dp_accounting.GaussianDpEvent(noise)  # many of them are composed exactly
+        release = dp_accounting.GaussianDpEvent(noise)  # many of them are composed exactly
     else:
-        one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
-    return dp_accounting.SelfComposedDpEvent(one, int(releases.updates))
+        release = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+    return dp_accounting.SelfComposedDpEvent(release, int(releases.updates))
 
 
 def _pld_grid(releases: Releases) -> float:
@@ -248,21 +250,21 @@ def _rough_epsilon(releases: Releases) -> float:
 def _query_epsilon(composed: Any, delta: float, accountant: str) -> float:
     with _no_logging():
         if accountant == "pld":
-            found = composed.get_epsilon(delta)
+            epsilon = composed.get_epsilon(delta)
         else:
             orders, divergences = _valid_divergences(composed)
-            found, _ = _rdp_functions().compute_epsilon(orders, divergences, delta) if len(orders) else (math.inf, None)
-    return max(float(found), 0.0)
+            epsilon = _rdp_functions().compute_epsilon(orders, divergences, delta)[0] if len(orders) else math.inf
+    return max(float(epsilon), 0.0)
 
 
 def _query_delta(composed: Any, epsilon: float, accountant: str) -> float:
     with _no_logging():
         if accountant == "pld":
-            found = composed.get_delta(epsilon)
+            delta = composed.get_delta(epsilon)
         else:
             orders, divergences = _valid_divergences(composed)
-            found, _ = _rdp_functions().compute_delta(orders, divergences, epsilon) if len(orders) else (1.0, None)
-    return min(max(float(found), 0.0), 1.0)  # rounding of the PLD gives -1e-16 for large epsilon
+            delta = _rdp_functions().compute_delta(orders, divergences, epsilon)[0] if len(orders) else 1.0
+    return min(max(float(delta), 0.0), 1.0)  # rounding of the PLD gives -1e-16 for large epsilon
 
 
 def _rdp_functions() -> Any:
@@ -296,7 +298,9 @@ class _Point(NamedTuple):
 @lru_cache(maxsize=64)
 def _calibrated(epsilon: float, delta: float, releases: Releases, accountant: str) -> float:
     """Noise multiplier for the releases, whose own one is ignored. Searches with cheaper accountants come first."""
-    noise = _rough_noise(epsilon, delta, releases)
+    # First guess: noise of a Gaussian mechanism with the sensitivity rate · √updates.
+    sensitivity = releases.sample_rate * math.sqrt(releases.updates)
+    noise = max(0.5, sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
     if accountant == "rdp":
         return _smallest_noise(_epsilon_of_noise(releases, delta, "rdp"), epsilon, noise, WIDTH["rdp"])
     with suppress(ValueError):  # RDP does not reach a small epsilon
@@ -317,12 +321,6 @@ def _epsilon_of_noise(
     return spent
 
 
-def _rough_noise(epsilon: float, delta: float, releases: Releases) -> float:
-    """First guess: noise of a Gaussian mechanism with the sensitivity rate · √updates."""
-    sensitivity = releases.sample_rate * math.sqrt(releases.updates)
-    return max(0.5, sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
-
-
 def _smallest_noise(
     spent: Callable[[float], float], target: float, start: float, width: float, margin: float = 0.01
 ) -> float:
@@ -333,8 +331,8 @@ def _smallest_noise(
     """
 
     def evaluate(log_noise: float) -> _Point:
-        found = spent(math.exp(log_noise))
-        return _Point(log_noise, math.log(found / target) if found > 0 else -math.inf)
+        epsilon = spent(math.exp(log_noise))
+        return _Point(log_noise, math.log(epsilon / target) if epsilon > 0 else -math.inf)
 
     while True:
         safe, unsafe = _bracket(evaluate, math.log(start), target, margin)
@@ -349,8 +347,7 @@ def _smallest_noise(
 def _out_of_range(target: float, size: str) -> ValueError:
     return ValueError(
         f"epsilon must be one that a noise multiplier between {MIN_NOISE:g} and {MAX_NOISE:g} gives; found "
-        f"{target:g}, which is too {size} for this delta, rate and number of "
-        "updates."
+        f"{target:g}, which is too {size} for this delta, rate and number of updates."
     )
 
 

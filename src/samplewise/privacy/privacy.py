@@ -1,4 +1,4 @@
-"""`sw.Privacy`: plan of a differentially private training run."""
+"""`sw.Privacy`, the plan of a differentially private training run, and `step.privacy`, what is spent of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from samplewise.core.text import plural
+from samplewise.errors import PrivacyError
+from samplewise.parallel import collectives
+from samplewise.parallel.collectives import on_every_rank
 from samplewise.privacy import accounting
 from samplewise.privacy.accounting import Releases
+from samplewise.privacy.release_log import ReleaseLog, load_secret, remove_secret, save_secret
+from samplewise.privacy.rng import Secret
 from samplewise.privacy.sampling import DrawState, make_loader
-from samplewise.privacy.spending import Spending
-from samplewise.privacy.streams import Secret
 from samplewise.transforms.chain import Divisor
 from samplewise.transforms.clip import Clip, clip
 
@@ -87,7 +91,7 @@ class Privacy:
     # Shared by the loaders and steps of the plan:
     _state: DrawState
     _divisor: Divisor
-    _spending: Spending
+    _release_log: ReleaseLog
 
     def __init__(
         self,
@@ -111,8 +115,8 @@ class Privacy:
     ):
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if (epsilon is None) == (noise_multiplier is None):
-            found = "none" if epsilon is None else "both"
-            raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {found}.")
+            count = "none" if epsilon is None else "both"
+            raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {count}.")
         vars(self).update(arguments, clip=_as_clip(clip))  # not by assignment: the instance is frozen
         self._check()
         if epsilon is None:
@@ -128,7 +132,7 @@ class Privacy:
         vars(self).update(
             _state=DrawState(secret, reproducible=self.seed is not None),
             _divisor=Divisor(self.divide_by),
-            _spending=Spending(),
+            _release_log=ReleaseLog(),
         )
 
     def __deepcopy__(self, memo: Any) -> Privacy:
@@ -162,10 +166,10 @@ class Privacy:
         if not (isinstance(self.adaptive, float) and 0 < self.adaptive < 1):
             raise ValueError(f"adaptive must be a share between 0 and 1, such as 0.5; found {self.adaptive!r}.")
         if self.users is not None or self.clip.by_parameter or self.clip.rescales:
-            found = "users=" if self.users is not None else f"{self.clip}"
+            obstacle = "users=" if self.users is not None else f"{self.clip}"
             raise ValueError(
                 "an adaptive bound must be used without users=, and with a clip of the whole norm such as "
-                f"sw.clip(1.0); found {found}. Leave adaptive out."
+                f"sw.clip(1.0); found {obstacle}. Leave adaptive out."
             )
 
     # --- data ------------------------------------------------------------------------------------------------------
@@ -258,14 +262,121 @@ def _check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite, positive number; found {value!r}.")
 
 
-def _as_clip(given: Any) -> Clip:
+def _as_clip(value: Any) -> Clip:
     """The `clip` argument; a number becomes a clip of the whole gradient."""
-    if isinstance(given, (int, float)):
-        _check_positive("clip", given)
-        return clip(float(given))
-    if not isinstance(given, Clip) or given.max_norm is None:
+    if isinstance(value, (int, float)):
+        _check_positive("clip", value)
+        return clip(float(value))
+    if not isinstance(value, Clip) or value.max_norm is None:
         raise ValueError(
-            f"clip must be a number, or sw.clip(...) with no settings but mode=, by= and gamma=; found {given!r}."
+            f"clip must be a number, or sw.clip(...) with no settings but mode=, by= and gamma=; found {value!r}."
         )
-    _check_positive("max_norm of clip", given.max_norm)
-    return given
+    _check_positive("max_norm of clip", value.max_norm)
+    return value
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Privacy spent so far: (epsilon, delta) after `updates` releases; `left`: updates that are still paid for."""
+
+    epsilon: float
+    delta: float
+    updates: int
+    left: int
+
+    def __repr__(self) -> str:
+        return f"({self.epsilon:.4g}, {self.delta:g})-DP after {self.updates} updates; {self.left} left"
+
+
+class PrivacyMeter:
+    """Privacy of one step: `step.privacy`. `plan`: its sw.Privacy. `zeroed`: number of samples so far whose loss or
+    gradient was not finite, and which contributed nothing; the guarantee does not cover this number.
+    """
+
+    def __init__(self, plan: Privacy):
+        self.plan = plan
+        self.zeroed = 0
+        self._state = plan._state  # state and log are shared by all steps of the plan
+        self._release_log = plan._release_log
+        self._directory: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.plan!r};\nspent {self.spent()!r}"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise PrivacyError(
+            "a private step must not be copied, because the copy would use the same noise, and neither would count the "
+            "updates of the other; found that it is being copied. Copy its model, and create a new step with a new "
+            "sw.Privacy."
+        )
+
+    def spent(self) -> Spent:
+        """Epsilon and delta of the updates so far, and how many are left."""
+        updates = self._release_log.count
+        return Spent(self.plan.epsilon_after(updates), self.plan.delta, updates, self.left)
+
+    @property
+    def left(self) -> int:
+        """Number of updates that are still paid for."""
+        return max(0, self.plan.updates - self._release_log.count)
+
+    @property
+    def is_spent(self) -> bool:
+        """True if no further update is paid for, not even as the repetition of an earlier one."""
+        return self._state.update >= self.plan.updates or self.is_exhausted
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if repeated updates have used up what is paid for before the last planned update is made."""
+        state = self._state
+        is_replay = (state.secret.public_id, state.branch, state.update) in self._release_log.releases
+        return state.update < self.plan.updates and not (self.left or is_replay)
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def open(self, directory: str | Path) -> None:
+        """Record spending in a directory, and continue what is recorded there. Call it before the first update.
+
+        It holds `privacy.jsonl`, and `privacy.key` until `close(done=True)`. A trainer calls it with its run directory.
+        """
+        directory = Path(directory).resolve()
+        state = self._state
+        state.check_process()
+        if self._directory == directory:
+            return
+        log = self._release_log
+        on_every_rank((lambda: self._open_files(directory)) if collectives.rank() == 0 else lambda: None)
+        self._directory = state.directory = directory
+        log.releases, log.diverged = collectives.broadcast_object((log.releases, log.diverged))
+        state.share_secret()
+        state.choose_branch(log.diverged)
+
+    def _open_files(self, directory: Path) -> None:
+        state = self._state
+        log = self._release_log
+        moved = state.directory not in (None, directory)
+        if moved and (log.is_open or log.count):
+            raise PrivacyError(
+                "the updates of one sw.Privacy must be recorded in one directory, because each record counts its own "
+                f"updates only; found {directory} after {state.directory}. Create a new sw.Privacy for each run."
+            )
+        log.open(directory, self.plan._settings)
+        if self.plan.seed is not None:
+            return
+        if not log.inherits:  # a key that is here was copied, or its log is lost: its noise may be used elsewhere
+            remove_secret(directory)  # not overwritten: it may be a hard link
+        if moved:  # another directory has the key
+            state.secret = Secret.new()
+        secret = load_secret(directory)
+        if secret is None:
+            save_secret(directory, state.secret)
+        else:
+            state.secret = secret
+
+    def close(self, done: bool = False) -> None:
+        """Close the log. `done`: the run has ended, so that the key is not needed any more."""
+        if self._directory is not None and collectives.rank() == 0:
+            self._release_log.close()
+            if done or self.is_spent:
+                remove_secret(self._directory)
+        self._directory = None

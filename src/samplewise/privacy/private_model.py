@@ -22,9 +22,9 @@ COPIED = 2**20  # elements; larger tensors that are not trained are compared by 
 EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def check_private_parameters(wanted: Mapping[str, Tensor], untracked: Mapping[str, Tensor]) -> None:
+def check_private_parameters(trained: Mapping[str, Tensor], untracked: Mapping[str, Tensor]) -> None:
     """Raise if a parameter may be trained outside of the step, without noise, or such that the noise is too small.
-    `wanted`: parameters that the step trains. `untracked`: other parameters that require gradients.
+    `trained`: parameters that the step trains. `untracked`: other parameters that require gradients.
     """
     if untracked:
         raise PrivacyError(
@@ -33,14 +33,14 @@ def check_private_parameters(wanted: Mapping[str, Tensor], untracked: Mapping[st
             "requires_grad_(False)."
         )
     hooked = [
-        name for name, p in wanted.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        name for name, p in trained.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
     ]
     if hooked:
         raise PrivacyError(
             "parameters of a private step must have no hooks, because a hook gets the sum before noise is added, and "
             f"may change it; found hooks on {listed(hooked)}. Remove them."
         )
-    rounded = {name: p.dtype for name, p in wanted.items() if p.dtype not in EXACT}
+    rounded = {name: p.dtype for name, p in trained.items() if p.dtype not in EXACT}
     if rounded:
         name, dtype = next(iter(rounded.items()))
         raise PrivacyError(
@@ -50,11 +50,11 @@ def check_private_parameters(wanted: Mapping[str, Tensor], untracked: Mapping[st
         )
 
 
-def largest_terms(wanted: Mapping[str, Tensor]) -> float:
+def largest_terms(trained: Mapping[str, Tensor]) -> float:
     """Norm that the terms of a sample may have in the sum, as a multiple of the bound of the sample: the rounding
     errors of larger ones would not be small relative to the bound.
     """
-    return float(max(torch.finfo(p.dtype).eps for p in wanted.values()) ** -0.5)
+    return float(max(torch.finfo(p.dtype).eps for p in trained.values()) ** -0.5)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     accumulator     each sample, or user, adds its clipped gradient to the sum; one that is not finite adds nothing
     check_model     the passes have left nothing of the samples in model or optimizer
     _add_noise      noise_multiplier × sensitivity on every element of the sum, also of parameters without a gradient
-    before_apply    a hash of the noisy sum is on disk before a parameter changes: a crash cannot hide an update
+    before_apply    a digest of the noisy sum is on disk before a parameter changes: a crash cannot hide an update
     divisor         the sum is divided by a public constant, not by the number of samples
     after_apply     the optimizer has changed the parameters: an adaptive bound moves, and the next draw is due
 
@@ -23,20 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.closure_state import CallSnapshot
-from samplewise.core.files import sha256
 from samplewise.core.losses import LossFn
 from samplewise.errors import PrivacyError, TransformError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
-from samplewise.privacy.meter import PrivacyMeter
-from samplewise.privacy.privacy import Privacy
-from samplewise.privacy.private_loss import OWNED, OWNERS, check_rows, private_loss_fn
+from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.privacy.private_model import ModelState, check_private_parameters, largest_terms
-from samplewise.privacy.private_weights import check_private_weights
-from samplewise.privacy.refusals import check_settings, check_sharded_precision, check_transforms
+from samplewise.privacy.refusals import (
+    OWNED,
+    OWNERS,
+    check_private_weights,
+    check_rows,
+    check_settings,
+    check_sharded_precision,
+    check_transforms,
+    private_loss_fn,
+)
+from samplewise.privacy.release_log import Release, ReleaseChecksum
+from samplewise.privacy.rng import Stream, stream
 from samplewise.privacy.sampling import DrawnBatch
-from samplewise.privacy.spending import Release
-from samplewise.privacy.streams import Stream, stream
 from samplewise.transforms.chain import Chain, Stage, chain, sensitivity
 from samplewise.transforms.clip import clip
 from samplewise.transforms.stats import SampleStats
@@ -81,9 +86,10 @@ class PrivateUpdate:
         self._private_accumulator = private_accumulator
         self._first_bound = plan.clip.max_norm
         self._bound = self._first_bound  # changes if it is adaptive
-        self._state = plan._state  # state and spending are shared by all steps of the plan
-        self._spending = plan._spending
+        self._state = plan._state  # state and log are shared by all steps of the plan
+        self._release_log = plan._release_log
         self._stream: Stream | None = None  # of the noise of this update
+        self._checksum: ReleaseChecksum | None = None
         self._chain: Chain | None = None
         self._model: ModelState
         self._weights: CallSnapshot | None = None  # state of the user's transforms before their first call
@@ -168,10 +174,10 @@ class PrivateUpdate:
     def begin(self, trained: Trained) -> None:
         assert self._chain is not None
         self._model.remember()
-        wanted = trained.trainable()
-        check_private_parameters(wanted, trained.untracked_parameters())
-        self.parameters = len(wanted)
-        self.term_limit = self.sensitivity * largest_terms(wanted)
+        parameters = trained.trainable()
+        check_private_parameters(parameters, trained.untracked_parameters())
+        self.parameters = len(parameters)
+        self.term_limit = self.sensitivity * largest_terms(parameters)
         if self._weights is None:
             stages = (self._chain.samples, self._chain.groups)
             self._weights = CallSnapshot(t.answer for stage in stages for t in stage.transforms)
@@ -238,16 +244,18 @@ class PrivateUpdate:
     def before_apply(self, trained: Trained) -> None:
         """Record the noisy sum before it is used. Raises if another one was released with this noise. Collective."""
         state = self._state
-        digests = collectives.all_gather_object(sha256(trained.gradients()))
-        digest = sha256(digests)[:32]
+        if self._checksum is None or self._checksum.secret != state.secret:
+            self._checksum = ReleaseChecksum(state.secret)
+        digests = collectives.all_gather_object(self._checksum.digest(trained.gradients()))
+        digest = state.secret.derive(f"release of ranks {digests}", 16).hex()
         release = Release(state.update, state.branch, state.secret.public_id, digest)
         try:
-            is_replay = self._spending.known(release)
+            is_replay = self._release_log.is_replay(release)
         except PrivacyError:
-            state.choose_branch(self._spending.diverged)
+            state.choose_branch(self._release_log.diverged)
             raise
         if not is_replay:
-            on_every_rank(lambda: self._spending.add(release))
+            on_every_rank(lambda: self._release_log.add(release))
 
     # --- 4: nothing else depends on the samples --------------------------------------------------------------------
 
@@ -300,7 +308,7 @@ class PrivateUpdate:
         """Position, bound and spending. It contains no secret."""
         state = {
             "update": self._state.update,
-            "spent": self._spending.count,
+            "spent": self._release_log.count,
             "bound": self._bound,
             "zeroed": self.meter.zeroed if self.visible else 0,  # the guarantee does not cover it
             "units": self._recorded_units(),
@@ -331,8 +339,8 @@ class PrivateUpdate:
                 f"a private run must be continued with the same dataset; found {state.units} {self.plan._unit}s in "
                 f"place of {before}. Use the same dataset, or start a new run directory."
             )
-        self._spending.assume(saved["spent"])
+        self._release_log.assume(saved["spent"])
         state.update = saved["update"]
         self._bound = saved["bound"]
         self.meter.zeroed = saved["zeroed"]
-        state.choose_branch(self._spending.diverged)
+        state.choose_branch(self._release_log.diverged)

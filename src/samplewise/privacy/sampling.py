@@ -26,7 +26,7 @@ from samplewise.core.batches import map_leaves
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, PrivacyError
 from samplewise.parallel import collectives
-from samplewise.privacy.streams import Secret, stream
+from samplewise.privacy.rng import Secret, stream
 
 BLOCK = 1 << 20  # uniform numbers in memory at once
 
@@ -166,11 +166,11 @@ class PoissonSampler(Sampler[list[int]]):
         """Indices of all units in a draw, ascending: int64."""
         self.state.check_process()
         random = stream(self.state.secret, "sample", branch, number, self.secure)
-        drawn = [
+        blocks = [
             start + (random.uniform(min(BLOCK, self.units - start)) < self.sample_rate).nonzero().view(-1)
             for start in range(0, self.units, BLOCK)
         ]
-        units = torch.cat(drawn)
+        units = torch.cat(blocks)
         if self.max_batch is None or len(units) <= self.max_batch:
             return units
         order = random.uniform(len(units)).argsort(stable=True)
@@ -316,9 +316,9 @@ class DrawnCollate:
     def __init__(self, collate_fn: Callable[[Any], Any]):
         self.collate_fn = collate_fn
 
-    def __call__(self, drawn: DrawnSamples) -> DrawnBatch:
-        draw = drawn.draw
-        batch = self.collate_fn(drawn.samples) if draw else None
+    def __call__(self, batch_samples: DrawnSamples) -> DrawnBatch:
+        draw = batch_samples.draw
+        batch = self.collate_fn(batch_samples.samples) if draw else None
         owners = None if draw.owners is None else torch.tensor(draw.owners, dtype=torch.int64)
         return DrawnBatch(batch, owners, draw.number, draw.branch, draw.source, len(draw))
 
@@ -359,7 +359,7 @@ def make_loader(
     _check_dataset(dataset)
     _check_numbers(sample_rate, updates, max_batch, augmentations)
     _check_arguments(dataloader_arguments)
-    units = len(dataset) if users is None else Users.of(_checked_ids(users, len(dataset)))
+    units = len(dataset) if users is None else Users.of(_check_ids(users, len(dataset)))
     to_batch: Any = DrawnCollate(dataloader_arguments.pop("collate_fn", None) or default_collate)
     worker_init_fn = dataloader_arguments.pop("worker_init_fn", None)
     return DataLoader(
@@ -425,7 +425,7 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
-def _checked_ids(users: Any, samples: int) -> list[Hashable]:
+def _check_ids(users: Any, samples: int) -> list[Hashable]:
     ids = list(users.tolist() if hasattr(users, "tolist") else users)  # tensors of one element hash by identity
     if len(ids) != samples:
         raise ValueError(

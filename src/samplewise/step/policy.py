@@ -12,8 +12,7 @@ from samplewise.core.closure_state import state_restored
 from samplewise.core.losses import LossFn
 from samplewise.core.modes import warn
 from samplewise.errors import PrivacyError
-from samplewise.privacy.meter import PrivacyMeter
-from samplewise.privacy.privacy import Privacy
+from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.privacy.private_update import PrivateUpdate
 from samplewise.step.parameters import TrainedParameters
 from samplewise.transforms.chain import Chain, Stage

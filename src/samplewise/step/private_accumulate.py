@@ -18,7 +18,7 @@ import torch
 from samplewise.core.batches import cut, length, take
 from samplewise.engine.deferred_checks import all_finite
 from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
-from samplewise.privacy.meter import PrivacyMeter
+from samplewise.privacy.privacy import PrivacyMeter
 from samplewise.step.accumulate import Accumulator, LargeTerms, PerSampleAccumulator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.transforms.chain import Stage

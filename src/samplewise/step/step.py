@@ -21,8 +21,7 @@ from samplewise.parallel.collectives import errors_on_all_ranks
 from samplewise.parallel.ddp import inner
 from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.launch import join_ranks
-from samplewise.privacy.meter import PrivacyMeter
-from samplewise.privacy.privacy import Privacy
+from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.runner import CompiledRunner, EagerRunner, MicrobatchRunner, Runner
 from samplewise.step.config import (

@@ -31,20 +31,20 @@ def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: 
     check_train_and_queries(train, queries)
     loss = as_loss_fn(loss_fn)
     with eval_mode(model), torch.no_grad():
-        ours = _described(model, loss, queries)
-        theirs = _described(model, loss, train)
-    same: Tensor | float = 1.0
-    if ours.labels is not None and theirs.labels is not None:
-        same = (ours.labels[:, None] == theirs.labels).double()
+        of_queries = _describe(model, loss, queries)
+        of_train = _describe(model, loss, train)
+    same_class: Tensor | float = 1.0
+    if of_queries.labels is not None and of_train.labels is not None:
+        same_class = (of_queries.labels[:, None] == of_train.labels).double()
     scores = {}
-    if ours.pixels is not None and theirs.pixels is not None:
-        scores["neighbors, pixels"] = _cosine(ours.pixels, theirs.pixels) * same
-    scores["neighbors, features"] = _cosine(ours.features, theirs.features) * same
-    scores["loss"] = theirs.losses.expand(len(ours.losses), -1).clone()
+    if of_queries.pixels is not None and of_train.pixels is not None:
+        scores["neighbors, pixels"] = _cosine(of_queries.pixels, of_train.pixels) * same_class
+    scores["neighbors, features"] = _cosine(of_queries.features, of_train.features) * same_class
+    scores["loss"] = of_train.losses.expand(len(of_queries.losses), -1).clone()
     return scores
 
 
-class _Described(NamedTuple):
+class _Descriptions(NamedTuple):
     """What the baselines need to know about samples."""
 
     pixels: Tensor | None  # (b, inputs)
@@ -53,29 +53,29 @@ class _Described(NamedTuple):
     losses: Tensor  # (b,)
 
 
-def _described(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> _Described:
+def _describe(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> _Descriptions:
     parts = []
     for batch in loader:
         x, labels = _inputs_and_labels(batch)
         with _last_input(model) as last:
             losses = per_sample(loss_fn(model, batch))[0]
         pictures = x.flatten(1).double().cpu() if isinstance(x, Tensor) and x.is_floating_point() else None
-        parts.append(_Described(pictures, _pooled(last[0], len(losses)), labels, losses.double().cpu()))
+        parts.append(_Descriptions(pictures, _pooled(last[0], len(losses)), labels, losses.double().cpu()))
     if not parts:
         raise ValueError("train and queries must yield at least one batch; found none. Pass a loader or a list.")
-    return _Described(
-        _joined([part.pixels for part in parts]),
+    return _Descriptions(
+        _join([part.pixels for part in parts]),
         torch.cat([part.features for part in parts]),
-        _joined([part.labels for part in parts]),
+        _join([part.labels for part in parts]),
         torch.cat([part.losses for part in parts]),
     )
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
+def _join(parts: list[Tensor | None]) -> Tensor | None:
     """Rows of all batches; None if a batch has none, or another width."""
-    known = [part for part in parts if part is not None]
-    same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
-    return torch.cat(known) if same else None
+    tensors = [part for part in parts if part is not None]
+    fits = len(tensors) == len(parts) and len({part.shape[1:] for part in tensors}) == 1
+    return torch.cat(tensors) if fits else None
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Tensor | None]:

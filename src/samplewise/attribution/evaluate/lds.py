@@ -72,12 +72,12 @@ class LDS:
 
     def __str__(self) -> str:
         title = f"LDS over {self._conditions}"
-        rows = [(name, f"{each.mean:.3f}", f"{each.standard_error:.3f}") for name, each in self._all().items()]
+        rows = [(name, f"{result.mean:.3f}", f"{result.standard_error:.3f}") for name, result in self._all().items()]
         return render(("scores", "LDS", "± standard error"), rows, title)
 
     def to_pandas(self) -> pandas.DataFrame:
         """DataFrame with the score of each query: a row per query, a column for these scores and for each baseline."""
-        return by_query({name: each.per_query for name, each in self._all().items()})
+        return by_query({name: result.per_query for name, result in self._all().items()})
 
     @property
     def _conditions(self) -> str:
@@ -97,7 +97,7 @@ class LDS:
             "ceiling": self.ceiling,
             "queries": len(self.per_query),
             "subsets": self.subsets,
-            "baselines": {name: each.mean for name, each in self.baselines.items()},
+            "baselines": {name: result.mean for name, result in self.baselines.items()},
         }
         write_json(target, content)
 
@@ -139,11 +139,11 @@ def lds(
         means = torch.stack([spearman(predicted[q][:, s], actual[q][:, s]).mean() for q, s in draws])
         return LDS(float(per_query.mean()), float(means.std()), per_query, len(members), agreement, ceiling, beside)
 
-    for name, each in (baselines or {}).items():
-        check_scores(each, len(scores), scores.shape[1], f"baselines[{name!r}]")
+    for name, baseline in (baselines or {}).items():
+        check_scores(baseline, len(scores), scores.shape[1], f"baselines[{name!r}]")
     random = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
-    others = {name: evaluate(each, {}) for name, each in {"random": random, **(baselines or {})}.items()}
-    return evaluate(scores, others)
+    matrices = {"random": random, **(baselines or {})}
+    return evaluate(scores, {name: evaluate(baseline, {}) for name, baseline in matrices.items()})
 
 
 def membership(subsets: Subsets, n: int) -> Tensor:
@@ -171,11 +171,11 @@ def check_scores(scores: Tensor, queries: int, samples: int, name: str = "scores
 
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else ()
     if len(shape) != 2 or not fit(*shape):
-        found = shape if isinstance(scores, Tensor) else type(scores).__name__
+        description = shape if isinstance(scores, Tensor) else type(scores).__name__
         remedy = f" Transpose them: {name}.T." if len(shape) == 2 and fit(*shape[::-1]) else ""
         columns = f"{samples} or more" if or_more else samples
         raise ValueError(
-            f"{name} must have shape (queries, training samples) = ({queries}, {columns}); found {found}.{remedy}"
+            f"{name} must have shape (queries, training samples) = ({queries}, {columns}); found {description}.{remedy}"
         )
     if not scores.isfinite().all():
         raise ValueError(f"{name} must be finite; found NaN or infinity.")

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from samplewise.attribution.evaluate.lds import by_query, check_scores
 from samplewise.attribution.evaluate.retrain import retrain
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
-from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.attribution.projected_features import OutputFn, margin
 from samplewise.core.state import random_state_restored
 from samplewise.core.text import plural, render
 
@@ -83,14 +83,18 @@ def removal(
     n = number_of_samples(dataset)
     if type(k) is not int or not 0 < k < n:
         raise ValueError(f"k must be an integer from 1 to {n - 1}, fewer than the training samples; found {k!r}.")
-    count = _number_of_queries(Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn))
+    training = Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn)
+    with random_state_restored():  # outputs of a new model: errors are found before anything is trained
+        count = len(training.outputs(training.new_step(0).model))
     check_scores(scores, count, n)
-    for name, each in (baselines or {}).items():
-        check_scores(each, count, n, f"baselines[{name!r}]")
+    for name, baseline in (baselines or {}).items():
+        check_scores(baseline, count, n, f"baselines[{name!r}]")
     generator = torch.Generator().manual_seed(seed)
     random = torch.rand(count, n, generator=generator)
     kinds = {"these scores": scores, "random": random, **(baselines or {})}
-    kept = [remaining for each in kinds.values() for remaining in _without_highest(each, k)]
+    remaining = [  # indices of all samples but the k with the highest scores, ascending
+        row.argsort(descending=True, stable=True)[k:].sort().values for matrix in kinds.values() for row in matrix
+    ]
 
     def outputs_of(subsets: list[Tensor], name: str) -> Tensor:
         outputs = retrain(
@@ -109,24 +113,13 @@ def removal(
         )
         return (outputs.mean(0) if repeats > 1 else outputs).double()
 
-    whole = outputs_of([torch.arange(n)], "all")
-    without = outputs_of(kept, f"without-{k}")
-    own = without.view(len(kinds), count, count).diagonal(dim1=1, dim2=2)
-    per_query = dict(zip(kinds, whole[0] - own, strict=True))
+    full = outputs_of([torch.arange(n)], "all")
+    # Each model was trained without the samples of one query, and gives outputs of all queries: those of its own count.
+    outputs_without = outputs_of(remaining, f"without-{k}").view(len(kinds), count, count).diagonal(dim1=1, dim2=2)
+    per_query = dict(zip(kinds, full[0] - outputs_without, strict=True))
     return Removal(
         k,
-        {name: float(each.mean()) for name, each in per_query.items()},
-        {name: float(each.std() / count**0.5) for name, each in per_query.items()},
+        {name: float(decrease.mean()) for name, decrease in per_query.items()},
+        {name: float(decrease.std() / count**0.5) for name, decrease in per_query.items()},
         per_query,
     )
-
-
-def _number_of_queries(training: Training) -> int:
-    """Number of outputs of a new model, before anything is trained."""
-    with random_state_restored():
-        return len(training.outputs(training.new_step(0).model))
-
-
-def _without_highest(scores: Tensor, k: int) -> list[Tensor]:
-    """Indices of all samples but the k with the highest scores, ascending, for each query."""
-    return [row.argsort(descending=True, stable=True)[k:].sort().values for row in scores]

@@ -23,11 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from samplewise.attribution.evaluate import stacked
 from samplewise.attribution.evaluate.lds import Subsets
-from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples, threads
-from samplewise.attribution.outputs import OutputFn, margin
-from samplewise.attribution.rows_file import read_index
+from samplewise.attribution.evaluate.training import (
+    MakeStep,
+    Training,
+    can_be_stacked,
+    collate_all,
+    number_of_samples,
+    stack_size,
+    threads,
+    train_stack,
+)
+from samplewise.attribution.projected_features import OutputFn, margin
+from samplewise.attribution.store_files import read_index
 from samplewise.core.batches import leaves
 from samplewise.core.files import absolute, read_tensors, require_safetensors, sha256, write_json, write_tensors
 from samplewise.core.state import random_state_restored
@@ -38,7 +46,7 @@ from samplewise.step.step import Step
 
 Job = tuple[int, int]  # (repetition, subset)
 SUFFIX = ".safetensors"
-COMPARED = 64  # training samples whose values are compared with those of an earlier call
+COMPARED = 64  # training samples, at equal distances, whose values are compared with those of an earlier call
 STATE = "model."  # prefix of the tensors of the state dict
 
 
@@ -87,19 +95,24 @@ def retrain(
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
     training = Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn)
-    chosen = _checked(subsets, number_of_samples(dataset))
+    index_sets = _check_subsets(subsets, number_of_samples(dataset))
     directory = absolute(directory)
     require_safetensors("retrained models")
     with random_state_restored():
         step = training.new_step(_seed_of(seed, (0, 0)))
         _check_new_model(step.model, training.new_step(_seed_of(seed, (0, 0))).model)
-    asked = len(training.outputs(step.model))  # also finds errors of output_fn before anything is trained
-    _claim(directory, _settings(training, step, chosen, asked, seed))
-    jobs = [(r, s) for r in range(repeats) for s in range(len(chosen)) if not _is_done(directory, (r, s), keep_models)]
-    if jobs:
-        _train_all(_Retraining(training, chosen, directory, seed, keep_models), jobs, step, processes)
-    found = torch.stack([torch.stack([_read(directory, (r, s)) for s in range(len(chosen))]) for r in range(repeats)])
-    return found if repeats > 1 else found[0]
+    query_count = len(training.outputs(step.model))  # also finds errors of output_fn before anything is trained
+    _claim(directory, _settings(training, step, index_sets, query_count, seed))
+    jobs = [(repeat, subset) for repeat in range(repeats) for subset in range(len(index_sets))]
+    missing = []
+    for job in jobs:
+        path = _file(directory, job)
+        if not path.exists() or (keep_models and len(_load(path)) <= 1):  # outputs alone
+            missing.append(job)
+    if missing:
+        _train_all(_Retraining(training, index_sets, directory, seed, keep_models), missing, step, processes)
+    outputs = torch.stack([_read(directory, job) for job in jobs]).unflatten(0, (repeats, len(index_sets)))
+    return outputs if repeats > 1 else outputs[0]
 
 
 def models(make_step: MakeStep, directory: str | os.PathLike[str], repeat: int = 0) -> Iterator[nn.Module]:
@@ -132,14 +145,14 @@ class _Retraining:
         self.keep_models = keep_models
 
     def train(self, jobs: Sequence[Job], data: Any = None) -> int:
-        """Train the models of some jobs and return their number. With `data`, all samples as one batch: stacked."""
+        """Train the models of some jobs and return their number. With `data`, all samples as one batch:"""
         subsets = [self.subsets[s] for _, s in jobs]
         seeds = [_seed_of(self.seed, job) for job in jobs]
         if data is not None:
-            trained: Iterable[nn.Module] = stacked.trained_stack(self.training, data, subsets, seeds)
+            models: Iterable[nn.Module] = train_stack(self.training, data, subsets, seeds)
         else:
-            trained = (self.training.trained(*each) for each in zip(subsets, seeds, strict=True))
-        for job, model in zip(jobs, trained, strict=True):
+            models = map(self.training.train, subsets, seeds)  # one at a time in memory
+        for job, model in zip(jobs, models, strict=True):
             state = model.state_dict() if self.keep_models else {}
             parameters = {STATE + name: tensor for name, tensor in state.items()}
             write_tensors(_file(self.directory, job), {"outputs": self.training.outputs(model), **parameters}, None)
@@ -147,17 +160,17 @@ class _Retraining:
 
     def train_in_worker(self, jobs: Sequence[Job], stack: bool) -> int:
         with threads(1):
-            return self.train(jobs, stacked.collated(self.training) if stack else None)
+            return self.train(jobs, collate_all(self.training) if stack else None)
 
 
 def _train_all(retraining: _Retraining, jobs: list[Job], step: Step, processes: int) -> None:
     """Train the models of all jobs, stacked if possible."""
     training = retraining.training
     groups = [[job] for job in jobs]
-    size = min(stacked.stack_size(step), -(-len(jobs) // processes))
+    size = min(stack_size(step), -(-len(jobs) // processes))
     equal = len({len(subset) for subset in retraining.subsets}) == 1
-    data = stacked.collated(training) if size > 1 and equal else None
-    if data is not None and stacked.can_be_stacked(training, data, retraining.subsets[0], retraining.seed):
+    data = collate_all(training) if size > 1 and equal else None
+    if data is not None and can_be_stacked(training, data, retraining.subsets[0], retraining.seed):
         remaining = iter(jobs)
         groups = list(iter(lambda: list(islice(remaining, size)), []))
     else:
@@ -192,23 +205,23 @@ def _seed_of(seed: int, job: Job) -> int:
     return (seed * 1_000 + repeat) * 100_000 + subset
 
 
-def _checked(subsets: Subsets, n: int) -> list[Tensor]:
-    chosen = [torch.as_tensor(subset) for subset in subsets]
-    if not chosen:
+def _check_subsets(subsets: Subsets, n: int) -> list[Tensor]:
+    index_sets = [torch.as_tensor(subset) for subset in subsets]
+    if not index_sets:
         raise ValueError("subsets must have at least one subset; found none.")
-    for subset in chosen:
+    for subset in index_sets:
         if subset.dim() != 1 or not len(subset) or subset.dtype != torch.int64 or not (subset >= 0).all():
             raise ValueError("each subset must be a 1-D tensor of indices, at least one; found another tensor.")
         if int(subset.max()) >= n:
             raise ValueError(
                 f"subsets must hold indices below {n}, the size of the dataset; found {int(subset.max())}."
             )
-    return chosen
+    return index_sets
 
 
-def _check_new_model(one: nn.Module, other: nn.Module) -> None:
+def _check_new_model(first: nn.Module, second: nn.Module) -> None:
     """Raise if two models that make_step returned for the same seed share trained parameters, or differ in them."""
-    pairs = [(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True) if a.requires_grad]
+    pairs = [(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True) if a.requires_grad]
     if any(a.data_ptr() == b.data_ptr() and a.numel() for a, b in pairs):
         raise ValueError(
             "make_step() must return a Step with a new model in each call; found the same parameters in two calls. "
@@ -228,12 +241,14 @@ def _settings(training: Training, step: Step, subsets: Sequence[Tensor], queries
     """Settings that change the outputs; a function is known by what it makes, data by some of their values."""
     optimizer = getattr(step.optimizer, "param_groups", [])
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer]
+    samples = number_of_samples(training.dataset)
+    stride = -(-samples // COMPARED)
     return {
         "step": repr(step),
         "model": _digest(step.model.parameters()),
         "optimizer": json.loads(json.dumps(groups, default=repr)),
-        "samples": number_of_samples(training.dataset),
-        "dataset": _repeatable(lambda: _digest_of_data(_some_samples(training.dataset))),
+        "samples": samples,
+        "dataset": _repeatable(lambda: _digest_of_data(training.dataset[i] for i in range(0, samples, stride))),
         "queries": queries,
         "content of queries": _repeatable(lambda: _digest_of_data(training.queries)),
         "subsets": _digest(subsets),
@@ -246,12 +261,6 @@ def _settings(training: Training, step: Step, subsets: Sequence[Tensor], queries
 
 def _digest(tensors: Iterable[Tensor]) -> str:
     return sha256(content for tensor in tensors for content in (str(tuple(tensor.shape)), tensor))
-
-
-def _some_samples(dataset: Any) -> list[Any]:
-    """Up to COMPARED samples at equal distances."""
-    count = number_of_samples(dataset)
-    return [dataset[i] for i in range(0, count, -(-count // COMPARED))]
 
 
 def _digest_of_data(items: Iterable[Any]) -> str:
@@ -270,12 +279,12 @@ def _claim(directory: Path, settings: dict[str, Any]) -> None:
     """Write the settings, or raise if the directory holds models of other settings."""
     path = directory / "settings.json"
     if path.exists():
-        found = read_index(path, {})
-        differing = [name for name in settings if found.get(name) != settings[name]]
+        saved = read_index(path, {})
+        differing = [name for name in settings if saved.get(name) != settings[name]]
         if differing:
             name = differing[0]
             raise StoreError(
-                f"{directory} must hold models of the same settings; found other {name}: {found.get(name)} there, "
+                f"{directory} must hold models of the same settings; found other {name}: {saved.get(name)} there, "
                 f"{settings[name]} in this call. Choose another directory, or remove this one."
             )
         return
@@ -285,11 +294,6 @@ def _claim(directory: Path, settings: dict[str, Any]) -> None:
 
 def _file(directory: Path, job: Job) -> Path:
     return directory / f"{job[0]:02}-{job[1]:04}{SUFFIX}"
-
-
-def _is_done(directory: Path, job: Job, keep_models: bool) -> bool:
-    path = _file(directory, job)
-    return path.exists() and (not keep_models or len(_load(path)) > 1)
 
 
 def _read(directory: Path, job: Job) -> Tensor:

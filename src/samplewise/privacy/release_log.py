@@ -1,37 +1,48 @@
-"""Spending of a private run: the log of its releases, and the file of its secret.
+"""Releases of a private run: what identifies them, the log that counts them, and the file of the secret.
 
     privacy.jsonl   one line per release, written and synced before the parameters change: a crash cannot hide one
     privacy.key     the key of draws and noise, readable by its owner only; removed when all updates are made
     privacy.lock    names the process that writes to the log
 
-A release is the noisy sum of an update. It is identified by its index, the branch of the random streams, and a hash. A
-resumed run repeats the updates after its checkpoint with the same draws and the same noise. If the hash is the same,
-nothing new is released, and nothing is spent. If not, the difference of the two sums would not be protected by noise:
-the update is refused, and later updates use another branch, with new draws and new noise, and are counted again. The
-first line of the log has the inodes of log and directory: a copy of the directory gets a new key, and so does a
-directory with a key but no log.
+A release is the noisy sum of an update. It is identified by its index, the branch of the random streams, and a digest
+of all bits. A resumed run repeats the updates after its checkpoint with the same draws and the same noise. If the
+digest is the same, nothing new is released, and nothing is spent. If not, the difference of the two sums would not be
+protected by noise: the update is refused, and later updates use another branch, with new draws and new noise, and are
+counted again. The first line of the log has the inodes of log and directory: a copy of the directory gets a new key,
+and so does a directory with a key but no log.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from samplewise.core.directory_lock import DirectoryLock
-from samplewise.core.files import atomic_write, sync_directory
-from samplewise.errors import PrivacyError
-from samplewise.privacy.streams import KEY_BYTES, Secret
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from samplewise.core.directory_lock import DirectoryLock
+from samplewise.core.files import atomic_write, other_version, sync_directory
+from samplewise.errors import PrivacyError
+from samplewise.privacy.rng import KEY_BYTES, Secret
+
+VERSION = 2  # of the log; version 1, which has no number, has SHA-256 as digests
 LOG_FILE = "privacy.jsonl"
 KEY_FILE = "privacy.key"
 PARTIAL_KEY_FILE = ".privacy.key.partial"
 LOCK_FILE = "privacy.lock"
+
+LANES = 2  # checksums with independent weights
+CHUNK = 1 << 12  # words per chunk: the weights of a chunk stay in the cache of a processor
+PIECE = 1 << 18  # words that are multiplied at once, in buffers of 6 MB
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,87 @@ class Release:
     digest: str
 
 
-class Spending:
+class ReleaseChecksum:
+    """Keyed checksum of the bits of tensors, computed on their device in integers; 16 bytes are copied to the host.
+
+    The bits of all tensors are one sequence of 32-bit words w, cut into chunks. Each of two lanes has secret, uniform
+    64-bit weights a and b, and computes modulo 2^64
+
+        c_j = (a_0 + Σ_i a_i · w_ji) >> 32    of each chunk j; two chunks that differ agree with probability 2^-32
+        Σ_j b_j · c_j                         of all chunks; two sequences that differ agree with probability 2^-33
+
+    (Lemire and Kaser 2014, "Strongly universal string hashing is fast"). Two sums that differ in one bit or more have
+    the same checksum with probability (2^-32 + 2^-33)^2 < 2^-62. The weights are computed from the secret: a replay,
+    also in another process, has the same ones.
+    """
+
+    def __init__(self, secret: Secret):
+        self.secret = secret
+        self._weights: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def digest(self, tensors: Sequence[Tensor]) -> str:
+        """Hash of the bits of tensors on any devices, of their sizes and of their order: 32 hexadecimal digits.
+
+        It is a keyed hash of the checksums, because checksums of published sums would reveal the weights.
+        """
+        sizes = [tensor.nbytes for tensor in tensors]
+        by_device = groupby((tensor for tensor in tensors if tensor.numel()), lambda tensor: tensor.device)
+        checksums = [self._checksum(group, device) for device, group in by_device]
+        return self.secret.derive(f"release {sizes} {checksums}", 16).hex()
+
+    def _checksum(self, tensors: Iterable[Tensor], device: torch.device) -> list[int]:
+        """The sums over b_j · c_j of the two lanes."""
+        if device not in self._buffers:  # kept: to allocate them in every update takes longer than to fill them
+            products = torch.empty(PIECE // CHUNK, LANES, CHUNK, dtype=torch.int64, device=device)
+            self._buffers[device] = (torch.empty(PIECE, dtype=torch.int64, device=device), products)
+        buffer, products = self._buffers[device]
+        weights = self._draw_weights(LANES, CHUNK + 1, device)
+        sums = []
+        filled = 0
+
+        def add_chunks() -> None:
+            buffer[filled:][: -filled % CHUNK] = 0  # only the last chunk of all is padded
+            words = buffer[: filled + -filled % CHUNK].view(-1, 1, CHUNK)
+            # Integers of torch wrap around on overflow: products and sums are modulo 2^64.
+            sums.append(torch.mul(words, weights[:, 1:], out=products[: len(words)]).sum(2))
+
+        for words in map(_as_words, tensors):
+            while len(words):
+                part = words[: PIECE - filled]
+                buffer[filled : filled + len(part)] = part
+                words = words[len(part) :]
+                filled += len(part)
+                if filled == PIECE:
+                    add_chunks()
+                    filled = 0
+        if filled:
+            add_chunks()
+        chunk_sums = torch.cat(sums).add_(weights[:, 0])
+        high_bits = chunk_sums >> 32  # the low ones depend on the low bits of words and weights only
+        return high_bits.mul_(self._draw_weights(len(high_bits), LANES, device)).sum(0).tolist()
+
+    def _draw_weights(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Uniform 64-bit integers, computed once; those of different shapes are independent."""
+        key = (device, rows, columns)
+        if key not in self._weights:
+            seed = self.secret.derive(f"checksum weights {rows} {columns}", KEY_BYTES)
+            content = bytearray(hashlib.shake_256(seed).digest(8 * rows * columns))
+            self._weights[key] = torch.frombuffer(content, dtype=torch.int64).view(rows, columns).to(device)
+        return self._weights[key]
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """Bits of a tensor in row-major order as 32-bit words, padded with zeros; a view where that is possible."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))  # not view(-1), which keeps any stride of a single element
+    if flat.element_size() < 4:
+        # Also for even sizes: the copy that F.pad makes is aligned, a part of a larger tensor may not be.
+        flat = F.pad(flat, (0, -len(flat) % (4 // flat.element_size())))
+    return flat.view(torch.int32)
+
+
+class ReleaseLog:
     """All releases of a run. Without a directory, they are kept in memory only."""
 
     def __init__(self) -> None:
@@ -65,7 +156,7 @@ class Spending:
         """Count at least this many releases, for a state that was saved without a log."""
         self._base += max(0, count - self.count)
 
-    def known(self, release: Release) -> bool:
+    def is_replay(self, release: Release) -> bool:
         """True if this update has a release already; raises if that one differs."""
         place = (release.key, release.branch, release.update)
         digest = self.releases.get(place)
@@ -93,7 +184,7 @@ class Spending:
         `close` was called as often as this.
         """
         if self._openings == 0:
-            self._lock = _acquired_lock(directory)
+            self._lock = _acquire_lock(directory)
             try:
                 self._open(directory, settings)
             except BaseException:
@@ -107,10 +198,10 @@ class Spending:
         lines = _read(path)
         if lines and lines[0].get("settings") != settings:
             first = lines[0].get("settings") or {}
-            found = ", ".join(f"{k}={v!r} after {first.get(k)!r}" for k, v in settings.items() if first.get(k) != v)
+            changes = ", ".join(f"{k}={v!r} after {first.get(k)!r}" for k, v in settings.items() if first.get(k) != v)
             raise PrivacyError(
-                f"a run must be continued with the privacy settings it was started with; found {found}. Use these, or "
-                "start a new run directory."
+                f"a run must be continued with the privacy settings it was started with; found {changes}. Use these, "
+                "or start a new run directory."
             )
         logged: dict[tuple[str, int, int], str] = {}
         for line in lines[1:]:
@@ -120,7 +211,10 @@ class Spending:
                 logged[line["key"], line["branch"], line["update"]] = line["digest"]
         self.inherits = bool(lines) and lines[0].get("place", _place_of(path)) == _place_of(path)
         if not self.inherits:
-            _write_anew(path, settings, lines[1:])
+            with atomic_write(path) as file:
+                place = _place_of(Path(file.name))  # the inode stays when the file is renamed
+                first_line = {"format_version": VERSION, "settings": settings, "place": place}
+                file.write(b"".join(json.dumps(line).encode() + b"\n" for line in (first_line, *lines[1:])))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         for (key, branch, update), digest in before.items():
             if (key, branch, update) not in logged:  # made before the log was opened
@@ -167,14 +261,7 @@ def _place_of(path: Path) -> list[int]:
     return [path.parent.stat().st_ino, path.stat().st_ino]
 
 
-def _write_anew(path: Path, settings: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
-    """Replace the log by one with these lines after its first."""
-    with atomic_write(path) as file:
-        first = {"settings": settings, "place": _place_of(Path(file.name))}  # the inode stays when it is renamed
-        file.write(b"".join(json.dumps(line).encode() + b"\n" for line in (first, *lines)))
-
-
-def _acquired_lock(directory: Path) -> DirectoryLock:
+def _acquire_lock(directory: Path) -> DirectoryLock:
     """Lock of the log: two steps that write to it would use the same noise for different sums."""
     lock = DirectoryLock(
         directory,
@@ -203,8 +290,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
             f"{path} must be a file that can be read; found: {why}. Restore it from a backup: without it the privacy "
             "of the run is unknown."
         ) from why
-    whole, newline, rest = content.rpartition(b"\n")
-    lines = [_parsed(path, number, line) for number, line in enumerate(whole.split(b"\n"), 1)] if newline else []
+    complete, newline, rest = content.rpartition(b"\n")
+    lines = [_parse(path, number, line) for number, line in enumerate(complete.split(b"\n"), 1)] if newline else []
+    if lines and lines[0].get("format_version") != VERSION:
+        raise PrivacyError(other_version(path, lines[0].get("format_version"), VERSION))
     digests: dict[tuple[str, int, int], str] = {}
     for line in lines[1:]:
         place = (line["key"], line["branch"], line.get("update", -1))
@@ -215,11 +304,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 "not protected by noise."
             )
     if rest:
-        os.truncate(path, len(whole) + len(newline))
+        os.truncate(path, len(complete) + len(newline))
     return lines
 
 
-def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
+def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
     """Line of a log: the settings first, then releases and notes of divergence."""
     try:
         line = json.loads(text)
@@ -234,7 +323,7 @@ def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
         types = {"diverged": int} if is_note else {"update": int, "digest": str}
         types |= {"branch": int, "key": str}
     if not isinstance(line, dict) or any(
-        type(line.get(name)) is not wanted or (wanted is int and line[name] < 0) for name, wanted in types.items()
+        type(line.get(name)) is not type_ or (type_ is int and line[name] < 0) for name, type_ in types.items()
     ):
         raise PrivacyError(
             f"{path} must have one JSON object per line, the settings of the run and then its releases; found {reason} "

@@ -53,8 +53,8 @@ class Secret:
 
     def __init__(self, key: Key):
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise ValueError(f"a secret must have {KEY_BYTES} bytes; found {found}. Use Secret.new().")
+            kind = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise ValueError(f"a secret must have {KEY_BYTES} bytes; found {kind}. Use Secret.new().")
         self._key = key
 
     @classmethod

@@ -1,10 +1,14 @@
-"""Rows of one model on disk, with crash-safe appends.
+"""Files of a store of projected gradients: settings, and the rows of each model with crash-safe appends.
 
-    rows.f16      (count, dim) float16, or rows.f32 float32: each row divided by its largest absolute entry
-    scales.f32    (count,) float32: the divisor of each row; avoids overflow and underflow of float16
-    weights.f32   (count,) float32: weights of the samples, if the rows are gradients of an output function
-    gram.f64      X^T X of the first rows, see `scoring`
-    model.json    count, checksum of the model, settings
+    store.json        format, dim, seed, dtype, blocks
+    store.lock        names the process that is writing, see `core.directory_lock`
+    model-0000/       rows of the first model
+      rows.f16        (count, dim) float16, or rows.f32 float32: each row divided by its largest absolute entry
+      scales.f32      (count,) float32: the divisor of each row; avoids overflow and underflow of float16
+      weights.f32     (count,) float32: weights of the samples, if the rows are gradients of an output function
+      gram.f64        X^T X of the first rows, see `scoring`
+      model.json      count, checksum of the model, settings
+    model-0001/       rows of the second model; ...
 
 Rows are written first; then model.json, which holds their count, is replaced atomically. Rows beyond the count, left by
 a crash, are not part of the file, and the next append overwrites them.
@@ -15,23 +19,73 @@ a crash, are not part of the file, and the next append overwrites them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import absolute, atomic_write, read_json, sync_file, tensor_bytes, write_json
 from samplewise.core.text import plural
 from samplewise.errors import StoreError
 
+FORMAT = 2  # of store.json
+SETTINGS = {"dim": int, "seed": int, "dtype": str, "blocks": str}
 PARTIAL_INDEX = ".model.json.partial"  # left by a process that was killed while it created the directory
 Dtype = Literal["float16", "float32"]
 NPY_HEADER = 128  # bytes; a multiple of 64, as the format asks
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+def create_store(directory: Path, settings: Mapping[str, int | str], lock: DirectoryLock) -> None:
+    """Write store.json unless it exists."""
+    index = directory / "store.json"
+    if index.exists():
+        return
+    with lock:
+        if index.exists():  # created by another process in the meantime
+            return
+        if any(directory.glob("model-*")):
+            raise StoreError(
+                f"the store in {directory} must have a store.json; found rows of models without it. Restore it from a "
+                "backup, or choose another directory."
+            )
+        write_json(index, {"format": FORMAT, **settings})
+
+
+def open_store(directory: Path, settings: Mapping[str, Any]) -> list[RowsFile]:
+    """Rows of each model. Raises StoreError if store.json has other settings, or a model is missing."""
+    path = directory / "store.json"
+    version = read_index(path, {"format": int})["format"]
+    if version != FORMAT:
+        raise StoreError(
+            f"{path} must have format {FORMAT}; found {version}. Use the version of samplewise that wrote it, or fill "
+            "a new store at another path."
+        )
+    index = read_index(path, SETTINGS)
+    for name, expected in settings.items():
+        if index[name] != expected:
+            requested, saved = (None if value == "" else value for value in (expected, index[name]))  # blocks
+            raise StoreError(
+                f"the store in {directory} must have {name}={requested!r}, as requested; found {name}={saved!r}. Open "
+                f"it with {name}={saved!r}, or choose another directory."
+            )
+    models = sorted(directory.glob("model-*"), key=lambda model: (len(model.name), model.name))
+    if models and models[-1].is_dir() and {file.name for file in models[-1].iterdir()} <= {PARTIAL_INDEX}:
+        models.pop()  # its process was killed before it had rows
+    for number, model in enumerate(models):
+        name = f"model-{number:04d}"
+        if model.name != name or not model.is_dir():
+            entry = model.name + ("" if model.is_dir() else ", which is no directory")
+            raise StoreError(
+                f"the store in {directory} must have the rows of model {number} in the directory {name}; found "
+                f"{entry}. Restore it from a backup, or fill a new store in another directory."
+            )
+    return [RowsFile(model, settings["dim"], settings["dtype"]) for model in models]
 
 
 @dataclass(frozen=True)
@@ -85,7 +139,8 @@ class RowsFile:
             parts["weights"] = weights
         for kind, part in parts.items():
             name, width, dtype = self._files[kind]
-            with _open_for_writing(self.directory / name) as file:
+            (self.directory / name).touch()
+            with open(self.directory / name, "r+b") as file:  # not "ab": rows after the count, of a crash, are replaced
                 file.seek(len(self) * width * dtype.itemsize)
                 file.write(tensor_bytes(part.to(dtype)))
                 file.truncate()
@@ -160,12 +215,6 @@ def _read(path: Path, dim: int) -> ModelIndex:
     if content["count"] < 0:
         raise invalid(path)
     return ModelIndex(**{name: content[name] for name in types if name != "layers"}, layers=layers)
-
-
-def _open_for_writing(path: Path) -> BinaryIO:
-    """Open a file for writing without truncating it; it is created if needed."""
-    path.touch()
-    return open(path, "r+b")
 
 
 # --- matrices as .npy files -------------------------------------------------------------------------------------------
