@@ -51,11 +51,9 @@ class GraphError(SamplewiseError, RuntimeError):
 
 
 class SamplesInteractError(SamplewiseError, RuntimeError):
-    """A sample's loss depends on other samples, so "the gradient of one sample" is ambiguous.
+    """A sample's loss depends on other samples, so "the gradient of one sample" is ambiguous."""
 
-    finding, remedies: parts of the message, so that a caller can replace remedies that do not apply to it
-    """
-
+    # The parts of the message are kept, so that a caller can replace remedies that do not apply to it.
     def __init__(self, finding: str, remedies: Sequence[str] = ()):
         self.finding = finding
         self.remedies = tuple(remedies)
