@@ -204,7 +204,7 @@ class LossEvaluator:
     def gradients_of(self, losses: Tensor, interacting: str = "refuse", checked: bool = False) -> Gradients:
         """Gradients of every sample, without the loss scale and without a check for interaction by coincidence."""
         parameters = self.trained.trainable()
-        if self.ranks.sharded:
+        if self.ranks.sharded:  # "twice" holds the gradient of one module at a time
             g = gradients_of(losses, parameters, self.modules, False, "twice", interacting, sharded=True)
         else:
             g = gradients_of(losses, parameters, self.modules, interacting=interacting, checked=checked)
