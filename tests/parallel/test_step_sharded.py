@@ -86,6 +86,44 @@ def test_a_tied_head_is_one_parameter(two):
 # ------------------------------------------------------------------------------------------------------ in between
 
 
+class Experts(nn.Module):
+    """The first input of a sample selects its expert; an expert without samples is not called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.inner = nn.Linear(5, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(x))
+        outputs = hidden.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            chosen = (x[:, 0] > 0) == bool(k)
+            if chosen.any():
+                outputs = torch.where(chosen[:, None], expert(hidden), outputs)
+        return outputs
+
+
+def experts(clips):
+    """Rank 0 has the samples of one expert, rank 1 those of the other one."""
+    model, (x, y) = Experts(), data()[:2]
+    own = (x[:, 0] > 0) == bool(collectives.rank())
+    parallel = None if collectives.size() == 1 else "fsdp"
+    step = sw.Step(model, sw.sgd(0.1), loss_fn, transforms=[sw.clip(0.2)] if clips else (), parallel=parallel)
+    step.run([(x[own], y[own]) if parallel else (x, y)] * 2)
+    return flat(model)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_modules_may_be_used_on_one_rank_only(two, clips):
+    """The collectives of torch alone would hang."""
+    alone = experts(clips)
+    for found in two.run(experts, clips):
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
 def saved_in_between():
     """A state dict has the parts, and lets the whole parameters go; a forward pass in between changes nothing."""
     model = sharded()
