@@ -476,6 +476,19 @@ def test_gradients_have_the_names_and_shapes_of_the_model(two):
         torch.testing.assert_close(grads, [total / 2 for total in of_both.values()])  # fully_shard takes the mean
 
 
+def asked_unequally():
+    model = sharded()
+    sw.gradients(loss_fn(model, own_batches(9)[0]), model)
+
+
+def test_gradients_of_unequal_numbers_of_samples_are_refused(two):
+    message = (
+        "DistributedError: all ranks must have the same number of samples in sw.gradients and sw.backward of a model "
+        "sharded with fully_shard; found 8 to 9. Use sw.Step"
+    )
+    assert all(error.startswith(message) for error in two.errors(asked_unequally))
+
+
 def elsewhere():
     """Losses of a model that is not the sharded one."""
     model, mine = sharded(), own_batches(17)[0]

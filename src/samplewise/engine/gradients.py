@@ -38,7 +38,7 @@ from samplewise.engine.plan import Quantity
 from samplewise.engine.profile import Profile, profile
 from samplewise.engine.quantities import Norms, Projection, QuantityEvaluator, total_of, zeros
 from samplewise.engine.strategies import Planner
-from samplewise.errors import LossesError, ParameterError, SamplewiseError
+from samplewise.errors import DistributedError, LossesError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.ddp import refuse_replicas
 
@@ -108,9 +108,22 @@ def gradients_of_samples(
             "sw.gradients(loss, model, outputs=logits)."
         )
     g = gradients_of(losses, wanted.named, wanted.modules, create_graph, strategy, interacting, wanted.sharded)
+    if wanted.sharded:
+        _check_equal_samples(len(g))
     g._by_user = True
     g._scalar_loss = None if outputs is None else loss
     return g
+
+
+def _check_equal_samples(samples: int) -> None:
+    """Raise DistributedError on all ranks if their numbers of samples differ. Collective."""
+    counts = collectives.all_gather_object(samples)
+    if len(set(counts)) > 1:  # the engine's passes, each of which gathers parameters, would differ in number
+        raise DistributedError(
+            "all ranks must have the same number of samples in sw.gradients and sw.backward of a model sharded with "
+            f"fully_shard; found {min(counts)} to {max(counts)}. Use sw.Step, whose ranks may have different numbers, "
+            "or cut the batches to one length."
+        )
 
 
 def gradients_of(
