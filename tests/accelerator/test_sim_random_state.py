@@ -84,7 +84,7 @@ def test_noise_takes_a_generator_of_the_device_and_refuses_one_of_the_cpu():
     for _ in range(2):
         generator = torch.sim.Generator().manual_seed(5)
         total = [torch.zeros(3, device=DEVICE)]
-        sw.noise(1.0, generator=generator).act(total)
+        sw.noise(1.0, generator=generator).apply_(total)
         ends.append(total[0].tolist())
     assert ends[0] == ends[1]
 

@@ -101,7 +101,7 @@ def clipped(gradients, privacy):
     for g in gradients:
         norm = float(g.norm()) if privacy.clip.by_parameter else whole
         bound = privacy.clip.max_norm
-        scaled.append(g * (bound / (norm + GAMMA) if privacy.clip.rescales else min(1, bound / (norm or 1))))
+        scaled.append(g * (bound / (norm + GAMMA) if privacy.clip.sets_norm else min(1, bound / (norm or 1))))
     return scaled
 
 

@@ -89,7 +89,7 @@ def no_clip(patch):
     exact = PrivateUpdate._clip
 
     def mutant(self):
-        return replace(exact(self), answer=lambda stats: torch.ones_like(stats.losses))
+        return replace(exact(self), coefficients=lambda stats: torch.ones_like(stats.losses))
 
     patch.setattr(PrivateUpdate, "_clip", mutant)
 

@@ -346,7 +346,7 @@ def test_noise_that_raises():
     def make():
         training = Training([sw.noise(0.0)], where="nowhere")
         (noise,) = training.step.transforms.on_sum
-        training.step.transforms = [replace(noise, act=lambda sums: training.fuse.touch())]
+        training.step.transforms = [replace(noise, apply_=lambda sums: training.fuse.touch())]
         return training
 
     check(make)

@@ -176,13 +176,13 @@ def test_the_direction_has_length_one_or_its_own():
 
 def test_noise_of_nothing():
     sums = [torch.ones(3)]
-    sw.noise(0.0).act(sums)
+    sw.noise(0.0).apply_(sums)
     exactly(sums[0], 1, 1, 1)
 
 
 def test_noise_has_the_type_and_shape_of_each_sum():
     sums = [torch.zeros(20000), torch.zeros(100, 200, dtype=torch.float64), torch.zeros(())]
-    sw.noise(3.0).act(sums)
+    sw.noise(3.0).apply_(sums)
     assert [s.dtype for s in sums] == [torch.float32, torch.float64, torch.float32]
     for total in sums[:2]:
         assert float(total.std()) == pytest.approx(3.0, rel=0.05)

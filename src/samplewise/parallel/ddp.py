@@ -129,7 +129,7 @@ class DDP(Ranks):
             self.overlap.reset()
 
     def _transform(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
-        transform.act(gradients)
+        transform.apply_(gradients)
 
 
 NONE, DENSE, SPARSE, SENT = 0, 1, 2, 4

@@ -225,7 +225,7 @@ class FSDP(Ranks):
         for p in owned:
             if p.grad is not None:
                 drawn = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-                transform.act([drawn])
+                transform.apply_([drawn])
                 local_gradient(p).add_(self.own_part(names[id(p)], drawn))
 
     def own_part(self, name: str, whole: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class SumFunction(Protocol):
         """True if it adds values that do not depend on the sum."""
 
     @property
-    def act(self) -> Callable[[list[Tensor]], None]:
+    def apply_(self) -> Callable[[list[Tensor]], None]:
         """Function that changes the gradients in place."""
 
 
@@ -305,7 +305,7 @@ class Single(Parallel):
         return [float(number) for number in numbers]
 
     def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
-        transform.act(gradients)
+        transform.apply_(gradients)
 
     def announce(self, error: Exception) -> None:
         """Do nothing: there are no other ranks."""

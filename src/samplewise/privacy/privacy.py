@@ -165,7 +165,7 @@ class Privacy:
             return
         if not (isinstance(self.adaptive, float) and 0 < self.adaptive < 1):
             raise ValueError(f"adaptive must be a share between 0 and 1, such as 0.5; found {self.adaptive!r}.")
-        if self.users is not None or self.clip.by_parameter or self.clip.rescales:
+        if self.users is not None or self.clip.by_parameter or self.clip.sets_norm:
             obstacle = "users=" if self.users is not None else f"{self.clip}"
             raise ValueError(
                 "an adaptive bound must be used without users=, and with a clip of the whole norm such as "

@@ -180,7 +180,7 @@ class PrivateUpdate:
         self.term_limit = self.sensitivity * largest_terms(parameters)
         if self._weights is None:
             stages = (self._chain.samples, self._chain.groups)
-            self._weights = CallSnapshot(t.answer for stage in stages for t in stage.transforms)
+            self._weights = CallSnapshot(t.coefficients for stage in stages for t in stage.transforms)
 
     def _clip(self) -> SampleTransform:
         """Clip of the plan; an adaptive one reads the current bound for every microbatch."""
@@ -190,7 +190,7 @@ class PrivateUpdate:
             self.plan.clip,
             name=f"clip({self._bound}, adaptive={self.plan.adaptive})",
             formula="min(1, C/‖{g}‖)",
-            answer=lambda stats: clip(self._bound).answer(stats),
+            coefficients=lambda stats: clip(self._bound).coefficients(stats),
         )
 
     @property

@@ -178,7 +178,7 @@ def check_private_weights(stage: Stage, stats: SampleStats, before: CallSnapshot
     """Raise PrivacyError if a transform gives a sample a coefficient that depends on other samples: on those of the
     same call, or on those of earlier calls. `before`: state of the transforms before their first call.
     """
-    with state_restored([transform.answer for transform in stage.transforms]):
+    with state_restored([transform.coefficients for transform in stage.transforms]):
         _check_stage(stage, stats, before)
 
 

@@ -169,7 +169,7 @@ def check_weights(chain: Chain, parts: Sequence[SampleStats]) -> None:
             f"at least one sample of the first update must have a nonzero weight; found none with {chain!r}. "
             "Check the values that the weights are computed from."
         )
-    intended = bool(chain.on_sum) or any(t.rescales for t in (*chain.samples.transforms, *chain.groups.transforms))
+    intended = bool(chain.on_sum) or any(t.sets_norm for t in (*chain.samples.transforms, *chain.groups.transforms))
     if columns and not large and not intended:
         warn(_small_weights(chain, parts, weights))
 

@@ -81,7 +81,7 @@ class OrdinaryUpdate:
 
     def check_coefficients(self, stage: Stage, stats: SampleStats) -> None:
         """Check that transforms give each sample a coefficient of its own, with the first results they got."""
-        with state_restored([transform.answer for transform in stage.transforms]):
+        with state_restored([transform.coefficients for transform in stage.transforms]):
             _compare_halves(stage, stats)
 
     def check_model(self) -> None:

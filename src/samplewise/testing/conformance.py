@@ -167,7 +167,7 @@ def _check_sample(transform: SampleTransform, batch: Any, samples: int) -> None:
 def _check_sum(transform: SumTransform) -> None:
     sums = [torch.ones(3, 2), torch.ones(4, dtype=torch.float64)]
     original = list(sums)
-    act: Any = transform.act
+    act: Any = transform.apply_
     in_place = act(sums) is None and len(sums) == 2 and all(a is b for a, b in zip(sums, original, strict=True))
     if not in_place or not all(tensor.isfinite().all() for tensor in sums):
         raise TransformError(f"{transform} must change the sums in place and keep them finite; found that it does not.")

@@ -42,7 +42,7 @@ def clip(
     if not gamma > 0:
         raise ValueError(f"gamma must be positive; found {gamma!r}.")
 
-    def answer(stats: SampleStats) -> PerSample:
+    def coefficients(stats: SampleStats) -> PerSample:
         unit = stats.counts if per_count and stats.counts is not None else 1.0
         bound = max_norm * unit
         coefficients: dict[str, Tensor] = {}
@@ -61,10 +61,10 @@ def clip(
     return Clip(
         name=f"clip({max_norm}{options})",
         formula=f"min(1, {bound}/{length})" if mode == "flat" else f"{bound}/({length} + {small})",
-        answer=answer,
+        coefficients=coefficients,
         needs=frozenset({"norms", "counts"} if per_count else {"norms"}),
         by_parameter=by is not None,
-        rescales=mode == "automatic",
+        sets_norm=mode == "automatic",
         max_norm=float(max_norm) if not per_count else None,
     )
 
@@ -81,7 +81,7 @@ def normalize(norm: float | Literal["mean"] = 1.0) -> SampleTransform:
             return quotient(norms.mean(), norms)
 
         name, formula = "normalize('mean')", "mean‖{g}‖/‖{g}‖"
-        return SampleTransform(name, formula, to_the_mean, frozenset({"norms"}), window=True, rescales=True)
+        return SampleTransform(name, formula, to_the_mean, frozenset({"norms"}), window=True, sets_norm=True)
     if not isinstance(norm, (int, float)):
         raise ValueError(f"norm must be a positive number or 'mean'; found {norm!r}.")
     if not norm > 0:
@@ -89,8 +89,8 @@ def normalize(norm: float | Literal["mean"] = 1.0) -> SampleTransform:
     return SampleTransform(
         name="normalize()" if norm == 1 else f"normalize({norm})",
         formula=f"{norm:g}/‖{{g}}‖",
-        answer=lambda stats: quotient(norm, stats.norms),
+        coefficients=lambda stats: quotient(norm, stats.norms),
         needs=frozenset({"norms"}),
-        rescales=True,
+        sets_norm=True,
         max_norm=float(norm),
     )

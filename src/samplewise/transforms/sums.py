@@ -44,8 +44,8 @@ def noise(std: float, *, generator: torch.Generator | None = None) -> SumTransfo
     if not std >= 0:
         raise ValueError(f"std must be zero or positive; found {std!r}.")
 
-    def act(sums: list[Tensor]) -> None:
+    def add_noise(sums: list[Tensor]) -> None:
         for total in sums:
             total.add_(torch.randn(total.shape, dtype=total.dtype, device=total.device, generator=generator), alpha=std)
 
-    return SumTransform(f"noise({std})", f"N(0, {std}²)", act, additive=True, generator=generator)
+    return SumTransform(f"noise({std})", f"N(0, {std}²)", add_noise, additive=True, generator=generator)

@@ -59,7 +59,7 @@ class SampleTransform:
 
     name: str  # as in code: clip(1.0)
     formula: str  # the coefficient of a gradient {g}
-    answer: Callable[[SampleStats], PerSample] = field(repr=False)
+    coefficients: Callable[[SampleStats], PerSample] = field(repr=False)
     needs: frozenset[str] = frozenset()  # subset of losses, counts, norms, batch
     reference: Reference | None = None  # direction whose dot products it needs
     window: bool = False  # whether it needs all samples of the window at once
@@ -67,12 +67,12 @@ class SampleTransform:
     renormalizes: bool = False  # whether its coefficients also multiply the counts in the denominator
     positions: int | None = None  # number of window positions it has values for; None: independent of the position
     batch_keys: frozenset[Hashable] = frozenset()  # keys of the batch that it reads; none with need "batch": all
-    rescales: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise
+    sets_norm: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise
     max_norm: float | None = None  # bound of the norm of each gradient (by_parameter: of each part); None: no bound
 
     def __call__(self, stats: SampleStats) -> PerSample:
         """Coefficients, after a check of type, shape and finiteness."""
-        coefficients = self.answer(stats)
+        coefficients = self.coefficients(stats)
         if not self.by_parameter:
             return self._validate(coefficients, stats.losses.shape[0], "one coefficient per sample")
         if not isinstance(coefficients, Mapping):
@@ -126,7 +126,7 @@ class SumTransform:
 
     name: str
     formula: str  # the term that it adds
-    act: Callable[[list[Tensor]], None] = field(repr=False)
+    apply_: Callable[[list[Tensor]], None] = field(repr=False)
     additive: bool = False  # whether it only adds values that do not depend on the sum
     generator: torch.Generator | None = None  # source of its random stats; None: torch's default generators
 

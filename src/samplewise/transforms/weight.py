@@ -38,9 +38,9 @@ def weight(
     """
     batch_keys: frozenset[Hashable] = frozenset()
     if callable(source):
-        name, needs, answer = _from_function(source, window)
+        name, needs, coefficients = _from_function(source, window)
     elif isinstance(source, Tensor):
-        name, needs, answer = _from_tensor(source, index)
+        name, needs, coefficients = _from_tensor(source, index)
         if index is not None:
             batch_keys = frozenset({index})
     elif not isinstance(source, Hashable):
@@ -49,7 +49,7 @@ def weight(
             f"{type(source).__name__}. Pass torch.as_tensor(weights)."
         )
     else:
-        name, needs, answer = repr(source), frozenset({"batch"}), lambda stats: _column(stats, source)
+        name, needs, coefficients = repr(source), frozenset({"batch"}), lambda stats: _column(stats, source)
         batch_keys = frozenset({source})
     if index is not None and not isinstance(source, Tensor):
         raise TransformError("index= must be used with a tensor of weights; found no tensor. Leave it out.")
@@ -61,7 +61,7 @@ def weight(
     return SampleTransform(
         name=f"weight({name}{options})",
         formula=f"{name}({arguments})" if arguments and needs != {"batch"} else f"w[{name}]",
-        answer=answer,
+        coefficients=coefficients,
         needs=needs,
         window=window,
         renormalizes=renormalize,
@@ -73,7 +73,7 @@ def weight(
 def _from_function(
     function: Callable[..., Any], window: bool
 ) -> tuple[str, frozenset[str], Callable[[SampleStats], PerSample]]:
-    """Name, needs and answer of a weight function. Its argument names are its needs."""
+    """Name, needs and coefficients of a weight function. Its argument names are its needs."""
     parameters = inspect.signature(function).parameters.values()
     needs = [p.name for p in parameters if p.default is p.empty or p.name in NEEDS]  # others keep their defaults
     unknown = [name for name in needs if name not in NEEDS]
@@ -89,14 +89,14 @@ def _from_function(
             "or norms."
         )
 
-    def answer(stats: SampleStats) -> PerSample:
+    def coefficients(stats: SampleStats) -> PerSample:
         return function(**{need: getattr(stats, need) for need in needs})
 
-    return function_name(function), frozenset(needs), answer
+    return function_name(function), frozenset(needs), coefficients
 
 
 def _from_tensor(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Callable[[SampleStats], PerSample]]:
-    """Name, needs and answer of a tensor of weights, by position in the window or by sample index."""
+    """Name, needs and coefficients of a tensor of weights, by position in the window or by sample index."""
     if values.dim() != 1:
         raise TransformError(f"weights must be one number per sample; found a tensor of shape {tuple(values.shape)}.")
     name = f"tensor of {len(values)}" + (f", index={index!r}" if index is not None else "")
@@ -163,7 +163,7 @@ def align(
         raise ValueError(f"kind must be 'cosine' or 'dot'; found {kind!r}.")
     towards = Reference(reference, unit=kind == "cosine")
 
-    def answer(stats: SampleStats) -> PerSample:
+    def coefficients(stats: SampleStats) -> PerSample:
         dots = stats.dots(towards).clamp(min=0)
         return dots if kind == "dot" else quotient(dots, stats.norms)
 
@@ -171,7 +171,7 @@ def align(
     return SampleTransform(
         name=f"align(reference{options})",
         formula="max(0, ⟨{g}, r⟩)" if kind == "dot" else "max(0, ⟨{g}, r⟩/‖{g}‖‖r‖)",
-        answer=answer,
+        coefficients=coefficients,
         needs=frozenset() if kind == "dot" else frozenset({"norms"}),
         reference=towards,
         renormalizes=renormalize,
@@ -203,7 +203,7 @@ def drop(
     if score not in ("norms", "losses"):
         raise ValueError(f"score must be 'norms' or 'losses'; found {score!r}.")
 
-    def answer(stats: SampleStats) -> PerSample:
+    def coefficients(stats: SampleStats) -> PerSample:
         values = stats.norms if score == "norms" else stats.losses
         keep = torch.ones_like(values)
         if quantile is not None:
@@ -225,7 +225,7 @@ def drop(
     return SampleTransform(
         name=f"drop({', '.join(options)})",
         formula=f"[{symbol} kept by {', '.join(options)}]",
-        answer=answer,
+        coefficients=coefficients,
         needs=frozenset({score}),
         window=True,
         renormalizes=True,

@@ -295,7 +295,7 @@ def describe(settings: tuple[Any, ...]) -> str:
     of transforms do not tell their functions apart; a checksum of the code does.
     """
     text = repr(settings)
-    for function in (f for t in settings[0].samples.transforms for f in _functions(t.answer)):
+    for function in (f for t in settings[0].samples.transforms for f in _functions(t.coefficients)):
         code = function.__code__
         constants = [value for value in code.co_consts if isinstance(value, PLAIN)]
         text += f" {zlib.crc32(repr((code.co_code, code.co_names, constants)).encode()):08x}"

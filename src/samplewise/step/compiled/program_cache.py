@@ -208,7 +208,7 @@ class ProgramCache:
         self._check_settings()
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
         chain = self.config.transforms
-        functions = [self.evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
+        functions = [self.evaluator.loss_fn, *(t.coefficients for t in chain.samples.transforms)]
         before = CallSnapshot(functions, self.evaluator.modules, [example])
         if before.iterators:
             raise CannotCompile(f"the model or the loss function can read {description(before.iterators[0])}")
