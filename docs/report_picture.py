@@ -15,7 +15,7 @@ from selenium import webdriver
 from samplewise.cli.demo import run_demo
 
 TARGET = Path(__file__).with_name("report.png")
-SIZE = (1280, 1365)
+SIZE = (1280, 1390)
 # The suspects section from its heading on, with the first suspicious sample selected.
 SHOW_SAMPLES = (
     "document.querySelector('.card').click(); document.querySelector('nav').remove();"

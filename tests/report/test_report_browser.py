@@ -103,6 +103,16 @@ def test_choose_a_score_and_pin_a_card(browser, page, size, dark):
     assert pinned(browser) == [] and "Click a point or a card" in browser.one("#pinned").text
 
 
+@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_suspects_come_first(browser, page, size):
+    """A card is on the first screen; curves and settings are below the plot."""
+    browser.show(page, size)
+    assert browser.texts("nav a")[:2] == ["Suspects", "Curves"] and browser.texts("nav a")[-1] == "Configuration"
+    places = ("#gallery .card", "#plot", "#curves", "#configuration")
+    tops = [browser.run("return arguments[0].getBoundingClientRect().top", browser.one(css)) for css in places]
+    assert tops[0] < size[1] and tops == sorted(tops)
+
+
 def test_hovering_shows_the_nearest_sample(browser, page):
     browser.show(page)
     assert not browser.one("#tip").is_displayed()
