@@ -47,7 +47,8 @@ help:
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make attribution make the tables of docs/attribution-measurements.md, and compare with traker, dattri, kronfluence and captum'
 	@echo '                 (an hour at first; continues where it stopped)'
-	@echo 'make docs        generate docs/reference.md from the docstrings, and pictures whose script is newer'
+	@echo 'make docs        generate docs/reference.md from the docstrings, notebooks of tutorials, and pictures whose'
+	@echo '                 script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
 	@echo 'make migration   run the code of the migration pages against both libraries, and measure one number each'
 	@echo 'make clean       remove the virtual environments and all caches'
@@ -165,6 +166,7 @@ attribution: $(DEV) $(ATTRIBUTION)/.installed
 
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
+	@$(PY) docs/notebook.py
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py

@@ -260,7 +260,7 @@ def report() -> None:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.imshow(picture)
     axes.axis("off")
-    places = ((672, 141), (262, 200), (792, 236), (1128, 200), (140, 746), (158, 982))
+    places = ((180, 36), (710, 141), (178, 363), (180, 1083), (794, 946), (1155, 962))
     for number, (x, y) in enumerate(places, start=1):
         axes.scatter([x], [y], s=430, color=SAMPLES[1], edgecolors="white", linewidths=1.5, zorder=3)
         axes.text(

@@ -1,4 +1,4 @@
-"""Create docs/report.png: screenshot of the samples section of the demo's report.
+"""Create docs/report.png: screenshot of the suspects section of the demo's report.
 
 python docs/report_picture.py        # needs Debian's chromium and chromium-driver
 """
@@ -15,12 +15,12 @@ from selenium import webdriver
 from samplewise.cli.demo import run_demo
 
 TARGET = Path(__file__).with_name("report.png")
-SIZE = (1180, 1090)
-# The samples section from its heading on, with the first suspicious sample selected.
+SIZE = (1280, 1390)
+# The suspects section from its heading on, with the first suspicious sample selected.
 SHOW_SAMPLES = (
     "document.querySelector('.card').click(); document.querySelector('nav').remove();"
     "document.documentElement.style.scrollPaddingTop = '1.5rem';"
-    "document.querySelector('#samples h2').scrollIntoView()"
+    "document.querySelector('#suspects h2').scrollIntoView()"
 )
 
 

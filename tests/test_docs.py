@@ -13,8 +13,10 @@ from collections import Counter
 from pathlib import Path
 
 import forks
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 import samplewise
 import samplewise.errors
@@ -85,6 +87,37 @@ def test_tutorial_runs_without_a_warning(path, tmp_path):
     run = forks.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     assert any(block["text"] for block in json.loads((tmp_path / "outputs.json").read_text())["blocks"])
+
+
+NOTEBOOKS = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["notebooks"]()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_up_to_date(path):
+    assert path.read_text(encoding="utf-8") == NOTEBOOKS[path], f"{path.name} must contain its page: run `make docs`"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.filterwarnings("ignore:Proactor event loop does not implement:RuntimeWarning")  # zmq on Windows
+def test_a_notebook_runs_outside_of_the_repository(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [output for output in printed if output.get("name") == "stderr"] == []
+    text = "".join(output.text for output in printed if output.output_type == "stream")
+    assert "most suspicious of 1,797 samples" in text and "bit-identical: True" in text
+    assert any("image/png" in output.get("data", {}) for output in printed)
+
+
+def test_links_of_a_notebook_become_paths():
+    """A notebook may be opened without the repository."""
+    prose = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["prose"]
+    page = ROOT / "docs" / "tutorials" / "page.md"
+    text = "Before\n\nDownload [it](page.ipynb).\n\nSee [the ledger](../ledger.md#columns) and [torch](https://x.org/)."
+    assert prose(text, page) == ("Before\n\nSee the ledger (`docs/ledger.md`) and [torch](https://x.org/).")
 
 
 HOW_TO = dict(

@@ -31,7 +31,7 @@ TARGET = ROOT / "build" / "site"
 RUNS = ROOT / "build" / "site-outputs"
 # Pages that show what their code prints and draws.
 EXECUTED = {DOCS / "quick-start.md", *(DOCS / "tutorials").glob("*.md")}
-PICTURES = (".png", ".svg")
+FILES = (".png", ".svg", ".ipynb")  # pictures and notebooks
 # Files and directories that are no pages of their own -> the page to which links to them lead.
 ALIASES = {
     ROOT / "README.md": "index.md",
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def stage() -> set[Path]:
-    """Write all pages and pictures that Sphinx reads; return their paths."""
+    """Write all pages, pictures and notebooks that Sphinx reads; return their paths."""
     sources = pages()
     targets = {path: name for name, path in sources.items()} | ALIASES
     known = api.known()
@@ -72,8 +72,8 @@ def stage() -> set[Path]:
     for target, text in api.pages().items():
         written.add(write(target, markup.names(text, known)))
     written |= {write(markup.script_page(path), markup.script(path)) for path in scripts}
-    written |= {put(STAGE / path.relative_to(DOCS), path.read_bytes()) for path in pictures(DOCS)}
-    written |= {put(STAGE / "outputs" / path.relative_to(RUNS), path.read_bytes()) for path in pictures(RUNS)}
+    written |= {put(STAGE / path.relative_to(DOCS), path.read_bytes()) for path in files(DOCS)}
+    written |= {put(STAGE / "outputs" / path.relative_to(RUNS), path.read_bytes()) for path in files(RUNS)}
     return written
 
 
@@ -84,8 +84,8 @@ def pages() -> dict[str, Path]:
     return {target: source for target, source in found.items() if target != "reference.md"}
 
 
-def pictures(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.suffix in PICTURES]
+def files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.suffix in FILES]
 
 
 def navigation() -> str:

@@ -5,6 +5,7 @@ KEYWORDS = {
     "installation": "install, pip, conda, requirements, CPU, CUDA, GPU",
     "quick-start": "getting started, introduction, hello world, first example, notebook, Jupyter, Colab, tabular data",
     "questions": "FAQ, how do I, overview, which function",
+    "tutorials/first-hour": "notebook, Jupyter, IPython, Colab, ipynb, VS Code, beginner, getting started",
     "tutorials/wrong-labels": "noisy labels, label noise, mislabeled data, data cleaning, confident learning, outliers",
     "tutorials/accumulation": "gradient accumulation, accumulate gradients, effective batch size, large batch, "
     "minibatch, mini-batch, resume training",

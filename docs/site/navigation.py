@@ -3,6 +3,7 @@
 NAVIGATION = {
     "Start": ["installation", "quick-start", "questions"],
     "Tutorials": [
+        "tutorials/first-hour",
         "tutorials/wrong-labels",
         "tutorials/accumulation",
         "tutorials/private-training",

@@ -273,7 +273,7 @@ def test_the_page_shows_the_samples_of_highest_and_lowest_scores(run):
     assert len(shown) == 12
     losses, _ = outcomes(run)
     label = int(datasets()[1].tensors[1][7])
-    assert f"|query 7|label {label}|predicted" in page
+    assert f"|query 7|label {label} ●|predicted" in page
     shown_loss = float(re.search(r"\|query 7\|.*?\|loss\|([0-9.]+)\|", page)[1])
     assert shown_loss == pytest.approx(losses[7].item(), rel=1e-3)
     assert "Not measured." in page and "runs/recipe/evaluate/lds.json" in page
@@ -395,8 +395,8 @@ def test_texts_of_a_model_of_transformers(recipe, method):
     queries, found = scores("runs/recipe/attribution")
     assert queries == [3] and found.shape == (1, 16)
     page = page_text("runs/recipe/attribution")
-    assert "|b poor book|query 3|label positive|predicted " in page
-    assert len(re.findall(r"\|[a-z ]+\|sample \d+\|[+−].*?\|label (?:negative|positive)\|loss\|", page)) == 4
+    assert "|b poor book|query 3|label positive ●|predicted " in page
+    assert len(re.findall(r"\|[a-z ]+\|sample \d+\|[+−].*?\|label (?:negative|positive) [●▲]\|loss\|", page)) == 4
 
 
 def test_a_sampler_of_unknown_class_is_mentioned(recipe):
@@ -470,7 +470,7 @@ def test_classes_have_names(run, source):
         Path("recipe.py").write_text(text.replace("    return loader", named))
     attribute("--queries", "7")
     label = ["first", "second", "third"][int(datasets()[1].tensors[1][7])]
-    assert f"|query 7|label {label}|predicted " in page_text(run / "attribution")
+    assert f"|query 7|label {label} ●|predicted " in page_text(run / "attribution")
 
 
 def test_a_private_run_is_mentioned(run):

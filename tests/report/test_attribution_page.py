@@ -59,23 +59,40 @@ def test_queries_with_label_prediction_and_loss():
     found = page()
     assert found.title == f"Attribution: {EVIL}"
     assert "Query 3" in found.text and "Query 7" in found.text
-    assert "query 3label catpredicted dogloss1.500" in found.text
+    assert "query 3label cat ●predicted dog ▲loss1.500" in found.text
+    # The prediction of query 7 is its label.
+    assert "query 7label dog ●predicted dog ●loss1.500" in found.text
     assert [value for name, value in found.attributes if name == "id"] == [
         "how-to-read-the-scores",
         "query-3",
         "query-7",
         "configuration",
     ]
-    # The prediction of query 7 is its label.
-    assert found.html.count('class="label wrong"') == 1
 
 
 def test_training_samples_with_score_label_and_loss():
     found = page()
-    assert card(found, "sample 0").startswith("+0.2500label catloss0.5000")
-    assert card(found, "sample 1").startswith("+0.1250label dogloss1.500")
-    assert card(found, "sample 10").startswith("\N{MINUS SIGN}0.1250label dogloss2.000")
+    assert card(found, "sample 0").startswith("+0.2500label cat ●loss0.5000")
+    assert card(found, "sample 1").startswith("+0.1250label dog ▲loss1.500")
+    assert card(found, "sample 10").startswith("\N{MINUS SIGN}0.1250label dog ▲loss2.000")
+    assert card(found, "sample 2").startswith(f"+0.0833label {EVIL}loss2.500")
     assert found.html.count("data:image/png") == 20
+
+
+def test_labels_that_agree_with_the_query_have_a_color_and_a_mark():
+    """Marks are for readers who do not see the colors."""
+    query_3, query_7 = page().html.split('id="query-3"')[1].split('id="query-7"')
+    assert query_3.count('<b class="label same-label" title="the label of the query">label cat ●</b>') == 1 + 3
+    assert query_3.count('<b class="label same-prediction" title="the prediction of the query">label dog ▲</b>') == 4
+    assert query_7.count("label dog ●</b>") == 1 + 4 and "▲" not in query_7
+
+
+def test_the_legend_of_labels():
+    legend = (
+        "Labels of training samples: ● the label of the query; ▲ the prediction of the query, if it is another class."
+    )
+    assert legend in page().text
+    assert "Labels of training samples" not in page(train=Previews({}), queries=Previews({})).text
 
 
 def test_sign_and_limits_are_explained():

@@ -2,6 +2,8 @@
 
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import pytest
 from browsing import LAPTOP, PHONE, chromium
@@ -51,7 +53,7 @@ def test_the_search_finds_clip(browser):
         ("class imbalance", "how-to"),
         ("noisy labels", "tutorials/wrong-labels"),
         ("tabular", "quick-start"),
-        ("notebook", "quick-start"),
+        ("notebook", "tutorials/first-hour"),
         ("GradientTape", "snippets"),
         ("Catalyst", "trainer"),
         ("functorch", "migration/vmap"),
@@ -146,6 +148,13 @@ def test_code_of_two_libraries_is_side_by_side_on_a_laptop_and_stacked_on_a_phon
         tops[size] = browser.run(script)
     assert tops[LAPTOP][0] == tops[LAPTOP][1]
     assert tops[PHONE][0] < tops[PHONE][1]
+
+
+def test_the_notebook_can_be_downloaded(browser):
+    browser.show(SITE / "tutorials" / "first-hour.html")
+    (address,) = browser.run("return [...document.querySelectorAll('article a.download')].map(a => a.href)")
+    notebook = Path(__file__).parents[2] / "docs" / "tutorials" / "first-hour.ipynb"
+    assert Path(url2pathname(urlparse(address).path)).read_bytes() == notebook.read_bytes()
 
 
 def test_pictures_are_loaded(browser):

@@ -13,6 +13,7 @@ from samplewise.core.text import plural
 from samplewise.report.html import (
     Section,
     aligned,
+    breakable,
     columns,
     definition_list,
     headline_tiles,
@@ -38,6 +39,9 @@ NOT_MEASURED = (
     "compare: subsets, retrain and lds of samplewise.attribution.evaluate. Write the result with "
     "lds(...).save({place!r}) and run this command again, or pass its directory with --trust."
 )
+# Class, mark and meaning of a label on the card of a training sample that agrees with the query.
+SAME_LABEL = ("same-label", "●", "the label of the query")
+SAME_PREDICTION = ("same-prediction", "▲", "the prediction of the query")
 TRUST_HEADING = "<h3>How far to trust them</h3>"
 LDS = (
     "LDS: rank correlation between predicted and actual outputs of models that were retrained on random subsets of the "
@@ -161,8 +165,17 @@ def _reading(content: AttributionPage) -> Section:
         f'<p><b class="helps">Positive: helps.</b> By {text(content.method)}, {text(content.effect)}. '
         '<b class="harms">Negative: harms</b>, the opposite.</p>'
     )
+    legend = ""
+    if any(content.train.label(str(sample.index)) for query in content.shown for sample in query.scored):
+        label, prediction = (
+            f'<b class="{kind}">{mark} {what}</b>' for kind, mark, what in (SAME_LABEL, SAME_PREDICTION)
+        )
+        legend = (
+            f"<p>Labels of training samples: {label}; {prediction}, if it is another class. Others have no mark.</p>"
+        )
     return Section(
-        "How to read the scores", f"{meaning}\n{note_paragraph(LIMITS)}\n{_trust(content.trust, content.place)}"
+        "How to read the scores",
+        f"{meaning}\n{legend}\n{note_paragraph(LIMITS)}\n{_trust(content.trust, content.place)}",
     )
 
 
@@ -203,14 +216,28 @@ def _query(
     query: ShownQuery, content: AttributionPage, of_queries: Mapping[str, Preview], of_train: Mapping[str, Preview]
 ) -> Section:
     index = str(query.sample.index)
-    query_card = _query_card(query.sample, of_queries.get(index, {}), content.queries)
+    label = content.queries.label(index)
+    prediction = None if query.sample.prediction is None else str(content.queries.class_name(query.sample.prediction))
+    lines = _label_line("label", label, label, prediction) + _label_line("predicted", prediction, label, prediction)
+    lines += definition_list([("loss", number(query.sample.loss))])
+    query_card = _card(f"query {index}", of_queries.get(index, {}), lines)
     largest = max((abs(sample.score or 0.0) for sample in query.scored), default=0.0)
     indices = [sample.index for sample in query.scored]
     scores = dict(zip(indices, aligned([sample.score for sample in query.scored]), strict=True))
 
+    def train_lines(sample: ShownSample) -> str:
+        value = sample.score or 0.0
+        share = abs(value) / largest if largest else 0.0
+        kind = "harms" if value < 0 else "helps"
+        sign = "+" if value > 0 else ""
+        score = f'<b class="{kind}">{sign}{text(scores[sample.index])}</b>'
+        meter = f'<i class="meter {kind}" style="width: {share:.0%}"></i>'
+        label_line = _label_line("label", content.train.label(str(sample.index)), label, prediction)
+        return score + meter + label_line + definition_list([("loss", number(sample.loss))])
+
     def gallery(title: str, samples: Sequence[ShownSample]) -> str:
         cards = (
-            _train_card(sample, scores[sample.index], largest, of_train.get(str(sample.index), {}), content.train)
+            f"<li>{_card(f'sample {sample.index}', of_train.get(str(sample.index), {}), train_lines(sample))}</li>"
             for sample in samples
         )
         return f'<h3>{title}</h3><ul class="gallery">{"".join(cards)}</ul>' if samples else ""
@@ -219,29 +246,15 @@ def _query(
     return Section(f"Query {index}", f'<div class="query">{query_card}<div>{galleries}</div></div>')
 
 
-def _query_card(sample: ShownSample, preview: Preview, previews: Previews) -> str:
-    label = previews.label(str(sample.index))
-    lines = _label_line(label)
-    if sample.prediction is not None:
-        prediction = str(previews.class_name(sample.prediction))
-        wrong = " wrong" if label is not None and prediction != label else ""
-        lines += f'<span class="label{wrong}">predicted {text(prediction)}</span>'
-    return _card(f"query {sample.index}", preview, lines + definition_list([("loss", number(sample.loss))]))
-
-
-def _train_card(sample: ShownSample, score: str, largest: float, preview: Preview, previews: Previews) -> str:
-    value = sample.score or 0.0
-    share = abs(value) / largest if largest else 0.0
-    kind = "harms" if value < 0 else "helps"
-    sign = "+" if value > 0 else ""
-    meter = f'<b class="{kind}">{sign}{text(score)}</b><i class="meter {kind}" style="width: {share:.0%}"></i>'
-    lines = meter + _label_line(previews.label(str(sample.index))) + definition_list([("loss", number(sample.loss))])
-    return f"<li>{_card(f'sample {sample.index}', preview, lines)}</li>"
-
-
 def _card(name: str, preview: Preview, lines: str) -> str:
     return f'<div class="card">{as_html(preview)}<strong>{text(name)}</strong>{lines}</div>'
 
 
-def _label_line(label: str | None) -> str:
-    return "" if label is None else f'<span class="label">label {text(label)}</span>'
+def _label_line(name: str, value: str | None, label: str | None, prediction: str | None) -> str:
+    """Line of a card with a class, marked if it is the label of the query or its prediction; empty without a class."""
+    if value is None:
+        return ""
+    if value not in (label, prediction):
+        return f'<span class="label">{name} {breakable(value)}</span>'
+    kind, mark, meaning = SAME_LABEL if value == label else SAME_PREDICTION
+    return f'<b class="label {kind}" title="{meaning}">{name} {breakable(value)} {mark}</b>'

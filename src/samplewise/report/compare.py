@@ -12,6 +12,7 @@ from samplewise.report.html import (
     MISSING,
     Section,
     aligned,
+    breakable,
     columns,
     definition_list,
     format_value,
@@ -172,7 +173,7 @@ def _previews(ids: Sequence[str], runs: Sequence[ComparedRun]) -> dict[str, Prev
 
 def _card(sample_id: str, preview: Preview, ranks: Ranks) -> str:
     ranks_of_sample = definition_list([(name, f"{of_run[sample_id]:,}") for name, of_run in ranks.items()])
-    title = f"<strong>{text(shortened(sample_id))}</strong>"
+    title = f"<strong>{breakable(shortened(sample_id))}</strong>"
     return f'<li><div class="card">{as_html(preview)}{title}{ranks_of_sample}</div></li>'
 
 

@@ -16,5 +16,8 @@ const written = value => {
   return size < 1e-3 || size >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 };
 
-const facts = pairs => node("dl", {}, ...pairs.flatMap(([name, value]) =>
-  [node("dt", {textContent: name}), node("dd", {textContent: written(value)})]));
+// A name or path that may continue in the next line after / _ and .
+const breakable = name => String(name).split(/(?<=[/_.])/).flatMap((part, k) => k ? [node("wbr", {}), part] : [part]);
+
+const facts = pairs => node("dl", {}, ...pairs.map(([name, value]) =>
+  node("div", {}, node("dt", {}, ...breakable(name)), node("dd", {textContent: written(value)}))));

@@ -104,6 +104,11 @@ def text(value: object) -> str:
     return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "\N{REPLACEMENT CHARACTER}", str(value)))
 
 
+def breakable(name: object) -> str:
+    """Escaped name or path that may continue in the next line after / _ and . (breakable of dom.js)."""
+    return re.sub(r"(?<=[/_.])(?=.)", "<wbr />", text(name))
+
+
 def note_paragraph(message: str) -> str:
     """Paragraph in the color of notes."""
     return f'<p class="quiet">{text(message)}</p>'
@@ -142,7 +147,8 @@ def legend(names: Sequence[str]) -> str:
 
 def definition_list(entries: Iterable[Sequence[str]]) -> str:
     """Compact list of names and values."""
-    return "<dl>" + "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in entries) + "</dl>"
+    rows = (f"<div><dt>{breakable(name)}</dt><dd>{text(value)}</dd></div>" for name, value in entries)
+    return f"<dl>{''.join(rows)}</dl>"
 
 
 def value_table(title: str, values: Mapping[str, Any]) -> str:

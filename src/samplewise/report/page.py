@@ -48,7 +48,8 @@ def report(run: RunLog, reload: float | None = None) -> str:
     samples = read_samples(run)
     previews = read_previews(run.directory)
     charts = training.charts(run)
-    of_samples = [scatter(samples, previews), norms(run, samples)]
+    of_samples = scatter(samples, previews)
+    norm_quantiles = norms(run, samples)
     of_log = [
         noise(run),
         layers(run),
@@ -58,7 +59,10 @@ def report(run: RunLog, reload: float | None = None) -> str:
         training.skipped(run),
         configuration(run),
     ]
-    sections = of_samples if run.ledger_only else [training.curves(run, charts), *of_samples, *of_log]
+    curves = training.curves(run, charts)
+    # With a ledger, the suspects come first: they are what most readers look for.
+    first = [curves, of_samples] if samples.table is None else [of_samples, curves]
+    sections = [of_samples, norm_quantiles] if run.ledger_only else [*first, norm_quantiles, *of_log]
     # Last, because the sections add warnings about previews.
     messages = run.warnings + training.warnings(charts) + samples.warnings + previews.warnings
     head = f'<p class="quiet">{text(training.state(run))}</p>\n' + tiles(run, samples.count)

@@ -1,6 +1,6 @@
 // Scatter plot of loss and gradient norm, gallery of the suspects, and details of the pinned sample.
 
-const CARDS = 24;  // added to the gallery at a time
+const CARDS = 12;  // added to the gallery at a time: two rows on a laptop, four on a phone
 const data = JSON.parse(find("samples-data").textContent);
 const value = (column, k) => "same" in column ? column.same : column.values[k];
 const recorded = key => data.columns.some(column => column.key === key);
@@ -29,14 +29,14 @@ const remember = () => {
 // ------------------------------------------------------------------------------------------------- gallery
 
 const line = (words, key, k, className) =>
-  at(key, k) === null ? null : node("span", {className, textContent: `${words} ${written(at(key, k))}`});
+  at(key, k) === null ? null : node("span", {className}, ...breakable(`${words} ${written(at(key, k))}`));
 
 const card = (k, place) => {
   const keys = new Set([...data.scores[chosen].by, "loss", "norm"].filter(recorded));  // the score of the ranking first
   const label = at("label", k), prediction = at("prediction", k);
   const wrong = typeof label === typeof prediction && label !== prediction;  // a name and a number cannot be compared
   const button = node("button", {type: "button", className: "card", onclick: () => pin(k, true)},
-    node("span", {className: "place", textContent: place}), preview(k), node("strong", {textContent: data.ids[k]}),
+    node("span", {className: "place", textContent: place}), preview(k), node("strong", {}, ...breakable(data.ids[k])),
     line("label", "label", k, "label"), line("predicted", "prediction", k, wrong ? "label wrong" : "label"),
     facts([...keys].map(key => [nameOf(key).replace("gradient ", ""), at(key, k)])));
   button.dataset.sample = k;

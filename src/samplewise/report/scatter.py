@@ -1,4 +1,4 @@
-"""Section "Samples": data for the scatter plot of loss and gradient norm and the gallery drawn by samples.js.
+"""Section "Suspects": data for the gallery and the scatter plot of loss and gradient norm drawn by samples.js.
 
 Up to 20,000 samples are put into the page individually. With more, the page gets counts on a grid, and the suspects.
 """
@@ -167,16 +167,19 @@ def scatter(samples: Samples, previews: Previews) -> Section:
         for k, s in enumerate(data["scores"])
     )
     return Section(
-        "Samples",
+        "Suspects",
         f"{note_paragraph(_explanation(samples, data))}\n"
-        f'<div id="scores" role="group" aria-label="Suspects by">{choices}</div>\n{plot}\n{_GALLERY}'
+        f'<div id="scores" role="group" aria-label="Suspects by">{choices}</div>\n{_GALLERY}{plot}\n'
         f"{embedded('samples-data', data)}",
     )
 
 
 def _explanation(samples: Samples, data: dict[str, Any]) -> str:
     """Explanation of the points, and of what is left out."""
-    sentences = ["Values are means over the visits of each sample."]
+    sentences = [
+        "Suspects are the samples that are hardest to learn by the chosen score: wrong or unusual ones.",
+        "Values are means over the visits of each sample.",
+    ]
     if "prediction" in samples.table.column_names:
         sentences.append("A prediction is that of the last visit.")
     if "count" in samples.table.column_names:
@@ -189,11 +192,11 @@ def _explanation(samples: Samples, data: dict[str, Any]) -> str:
     left_out = set(_shown_columns(samples.table)) - {column["key"] for column in data["columns"]}
     if left_out:
         sentences.append(f"The page leaves out {plural(len(left_out), 'column')} of the ledger.")
-    sentences.append("Suspects are the samples that are hardest to learn by the chosen score: wrong or unusual ones.")
     return " ".join(sentences)
 
 
-_PLOT = """<div class="explorer">
+_PLOT = """<h3>All samples</h3>
+<div class="explorer">
 <figure><figcaption>Loss and gradient norm</figcaption>
 <div class="plot"><canvas id="plot" tabindex="0" role="application"
   aria-label="Loss and gradient norm of each sample. Arrow keys select suspects, Enter pins, Escape unpins."
@@ -203,7 +206,6 @@ _PLOT = """<div class="explorer">
 <aside id="pinned" aria-live="polite"><p class="quiet">Click a point or a card to see the sample here. On the
   keyboard, arrow keys select suspects, Enter pins one, Escape unpins it.</p></aside>
 </div>"""
-_GALLERY = """<h3 id="suspects">Suspects</h3>
-<noscript><p class="quiet">Showing the samples needs JavaScript, which is turned off.</p></noscript>
+_GALLERY = """<noscript><p class="quiet">Showing the samples needs JavaScript, which is turned off.</p></noscript>
 <ol id="gallery" class="gallery"></ol><button type="button" id="more" hidden="">Show more</button>
 """
