@@ -46,7 +46,7 @@ def test_a_fit_that_has_nothing_left_to_do(tmp_path):
 
 @pytest.mark.parametrize("given", [dict(epochs=2), dict(updates=4)])
 def test_an_empty_loader(given):
-    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch; found none in epoch 0"):
+    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch; found none in epoch 1"):
         make().fit([], **given)
 
 

@@ -487,7 +487,7 @@ def test_a_fast_dev_run_with_fewer_samples_than_an_update_needs():
     for tail in ("drop", "carry"):
         trainer = make(samples=50)
         trainer.step.tail = tail
-        message = f"found fewer than samples=50 samples in epoch 0, and tail='{tail}'"
+        message = f"found fewer than samples=50 samples in epoch 1, and tail='{tail}'"
         with pytest.raises(sw.BatchError, match=message):
             trainer.fit(loader(), epochs=1, fast_dev_run=True)
 

@@ -382,7 +382,7 @@ def nothing_for_anybody():
 
 @pytest.mark.parametrize("fit", [nothing, nothing_for_anybody])
 def test_a_loader_that_is_empty_on_all_ranks(two, fit):
-    message = "BatchError: an epoch must have at least one batch; found none in epoch 0. Check the loader: a generator"
+    message = "BatchError: an epoch must have at least one batch; found none in epoch 1. Check the loader: a generator"
     assert all(error.startswith(message) for error in two.errors(fit))
 
 

@@ -265,7 +265,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class Display(Protocol):
-    """Display of the progress of a training run."""
+    """Display of the progress of a training run. Epochs count from 1, as in the log."""
 
     def update(self, epoch: int, done: int, values: str) -> None:
         """Show that `done` updates have been made, with a text of current values."""
@@ -292,10 +292,10 @@ class LineDisplay:
     """Plain lines."""
 
     def update(self, epoch: int, done: int, values: str) -> None:
-        self.line(f"epoch {epoch + 1}  update {done}  {values}")
+        self.line(f"epoch {epoch}  update {done}  {values}")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
+        self.line(f"epoch {epoch}  {format_values(metrics)}")
 
     def line(self, text: str) -> None:
         with suppress(OSError):  # a closed pipe or a full disk must not stop the training
@@ -327,10 +327,10 @@ class BarDisplay:
         self._bar.start()
 
     def update(self, epoch: int, done: int, values: str) -> None:
-        self._bar.update(self._task, completed=done, epoch=epoch + 1, text=f"{values}  {self._metrics}")
+        self._bar.update(self._task, completed=done, epoch=epoch, text=f"{values}  {self._metrics}")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
+        self.line(f"epoch {epoch}  {format_values(metrics)}")
         measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
         self._metrics = format_values(measured)
 
@@ -389,7 +389,7 @@ class Progress:
         if self._has_validation:
             values |= metrics
         if values:
-            self._display.epoch(epoch, values)
+            self._display.epoch(epoch + 1, values)
 
     def line(self, text: str) -> None:
         """Print a line; does nothing if no training is shown. May be called from another thread."""
