@@ -551,7 +551,7 @@ def test_an_iterator_has_one_epoch():
 
 @pytest.mark.parametrize("loader", [[], DataLoader(Samples(), batch_size=99, drop_last=True)], ids=["list", "dropped"])
 def test_an_epoch_of_nothing(loader):
-    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch; found none in epoch 3"):
+    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch; found none in epoch 4"):
         next(ResumableLoader(loader, seed=7).epoch(3))
 
 

@@ -117,7 +117,7 @@ def test_files_that_cannot_be_removed(run, monkeypatch):
         raise PermissionError("not permitted")
 
     monkeypatch.setattr("samplewise.loop.checkpoint.io.remove_checkpoint", fail)
-    with pytest.raises(CheckpointError, match="must be able to remove the run in .*; found: not permitted. Choose"):
+    with pytest.raises(CheckpointError, match=r"must be able to remove the run in .*; found: not permitted\. Choose"):
         make(run, exists="overwrite").fit(loader(), epochs=1)
 
 
@@ -134,7 +134,10 @@ def test_overwrite_never_forgets_what_is_spent(tmp_path):
     trainer, data = private(tmp_path)
     trainer.fit(data, updates=2)
     before = content(tmp_path)
-    for start in (lambda: private(tmp_path, exists="overwrite"), lambda: (make(tmp_path, exists="overwrite"), loader())):
+    for start in (
+        lambda: private(tmp_path, exists="overwrite"),
+        lambda: (make(tmp_path, exists="overwrite"), loader()),
+    ):
         trainer, data = start()
         with pytest.raises(PrivacyError) as error:
             trainer.fit(data, updates=2)
@@ -188,7 +191,7 @@ def test_resuming_contradicts_a_new_run(run, exists):
 def test_values(tmp_path):
     with pytest.raises(ValueError, match="exists must be one of 'error', 'resume', 'overwrite', 'new'; found 'delete'"):
         make(tmp_path, exists="delete")
-    with pytest.raises(ValueError, match="exists='resume' needs a run directory; found none. Use Trainer"):
+    with pytest.raises(ValueError, match=r"exists='resume' needs a run directory; found none\. Use Trainer"):
         make(exists="resume")
 
 

@@ -196,12 +196,16 @@ def test_norms_of_layers(tmp_path):
         assert norm == pytest.approx(own**0.5, rel=1e-5)
 
 
-def test_many_layers_are_put_together():
+def test_many_layers_are_put_together(monkeypatch):
+    def by_layer(norms, most):
+        monkeypatch.setattr("samplewise.loop.callbacks.MOST_LAYERS", most)
+        return _by_layer(norms)
+
     norms = {f"blocks.{k}.{part}.weight": 1.0 for k in range(4) for part in "ab"} | {"scale": 2.0}
-    assert len(_by_layer(norms, most=9)) == 9
-    assert _by_layer(norms, most=8) == {**{f"blocks.{k}": pytest.approx(2**0.5) for k in range(4)}, "scale": 2.0}
-    assert _by_layer(norms, most=3) == {"blocks": pytest.approx(8**0.5), "scale": 2.0}
-    assert len(_by_layer({f"{k}.weight": 1.0 for k in range(9)}, most=3)) == 9  # they have nothing above them
+    assert len(by_layer(norms, most=9)) == 9
+    assert by_layer(norms, most=8) == {**{f"blocks.{k}": pytest.approx(2**0.5) for k in range(4)}, "scale": 2.0}
+    assert by_layer(norms, most=3) == {"blocks": pytest.approx(8**0.5), "scale": 2.0}
+    assert len(by_layer({f"{k}.weight": 1.0 for k in range(9)}, most=3)) == 9  # they have nothing above them
 
 
 def test_no_gradients_no_line(tmp_path):

@@ -482,7 +482,7 @@ def test_ids_that_repeat_in_earlier_epochs(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, *parts)
     text = page_of(tmp_path).text
-    assert "Ids repeat within an epoch: 3 of 19 rows" in text and "For example, 'c' occurs 3 times in epoch 2" in text
+    assert "Ids repeat within an epoch: 3 of 19 rows" in text and "For example, 'c' occurs 3 times in epoch 3" in text
 
 
 def test_ids_that_repeat_in_different_epochs_are_valid(run):

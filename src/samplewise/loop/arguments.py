@@ -12,7 +12,6 @@ from samplewise.loop.stopping import Duration
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 
-
 EXISTS = ("error", "resume", "overwrite", "new")
 
 

@@ -1,5 +1,6 @@
 """Meters of a training run: loss, speed, learning rate, time per phase, peak memory. Only reads wait for the device.
-Progress display on stderr: a bar in a terminal, plain lines elsewhere, or nothing.
+Progress display on stderr: a bar in a terminal, plain lines elsewhere, or nothing. In a notebook, a line per epoch on
+stdout.
 """
 
 from __future__ import annotations
@@ -304,6 +305,33 @@ class LineDisplay:
     def close(self) -> None: ...
 
 
+class NotebookDisplay:
+    """One line per epoch on stdout, updated in place by carriage returns. Notebooks show stderr like an error."""
+
+    def __init__(self) -> None:
+        self._width = 0  # characters of the line that the next one replaces
+
+    def update(self, epoch: int, done: int, values: str) -> None:
+        self._replace(f"epoch {epoch}  update {done}  {values}")
+
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self.line(f"epoch {epoch}  {format_values(metrics)}")
+
+    def line(self, text: str) -> None:
+        self._replace(text)
+        self.close()
+
+    def close(self) -> None:
+        """End the line, if one is shown: text that is printed later begins below it."""
+        if self._width:
+            print(flush=True)
+        self._width = 0
+
+    def _replace(self, text: str) -> None:
+        print(f"\r{text:{self._width}}" if self._width else text, end="", flush=True)
+        self._width = len(text)
+
+
 class BarDisplay:
     """Progress bar of rich: epoch, updates, time left, loss, speed, and the metrics of the last validation."""
 
@@ -350,11 +378,14 @@ def format_values(values: Mapping[str, float]) -> str:
 
 
 def make_display(total: int | None, done: int) -> Display:
-    """Return a progress bar if stderr is a terminal and rich is installed, otherwise plain lines.
+    """Return a line per epoch in a notebook, a progress bar if stderr is a terminal and rich is installed, otherwise
+    plain lines.
 
     total: number of updates at the end of the training; None if unknown.
     done: number of updates made so far.
     """
+    if _in_notebook():
+        return NotebookDisplay()
     if sys.stderr is None:  # stderr was closed when Python started
         return NoDisplay()
     if not sys.stderr.isatty():
@@ -365,8 +396,15 @@ def make_display(total: int | None, done: int) -> Display:
         return LineDisplay()
 
 
+def _in_notebook() -> bool:
+    """True in a Jupyter kernel, whose shell is a ZMQInteractiveShell or, as in Colab, a subclass."""
+    ipython = sys.modules.get("IPython")  # imported by every kernel
+    shell = None if ipython is None else ipython.get_ipython()
+    return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
+
+
 class Progress:
-    """Callback that shows the progress of a training run on stderr, on rank 0. `Trainer(progress=True)` adds it."""
+    """Callback that shows the progress of a training run, on rank 0. `Trainer(progress=True)` adds it."""
 
     def __init__(self) -> None:
         self._display: Display = NoDisplay()

@@ -33,7 +33,6 @@ from samplewise.privacy.release_log import KEY_FILE
 from samplewise.privacy.release_log import LOG_FILE as RELEASE_LOG
 from samplewise.step.step import Step
 
-
 # Files of a run next to its checkpoints, saved models and run.json: of the trainer, loggers, the ledger and the report.
 RUN_FILES = (
     *("log.jsonl", "train.csv", "validation.csv", "tensorboard/events.out.tfevents.*"),

@@ -43,10 +43,9 @@ class Trainer(CheckedAttributes):
     """Training loop over a loader, with validation, log, checkpoints and exact resume.
 
     run: directory for the log and the checkpoints; None (default) to write neither.
-    exists: what to do if the run directory has checkpoints of another training. "error" (default): `fit` refuses, unless
-    it is called with resume=True. "resume": continue that run. "overwrite": remove its files; other files in the
-    directory stay, and a private run is refused. "new": take the next free name, runs/a-2 for runs/a; `trainer.run`
-    tells it.
+    exists: what to do if the run directory has checkpoints of another training. "error" (default): refuse, unless `fit`
+    is called with resume=True. "resume": continue that run. "overwrite": remove its files; other files in the directory
+    stay, and a private run is refused. "new": take the next free name, runs/a-2 for runs/a; it is in `trainer.run`.
     callbacks: see `samplewise.loop.events`. With a run directory and without a ModelCheckpoint among them, a checkpoint
     is saved after every epoch.
     metrics: dict of name -> function (outputs, batch) or (outputs, y), or object with update, compute and reset. A
