@@ -338,7 +338,7 @@ def test_resume(tmp_path, where, samples, data):
 
 def test_a_directory_that_has_a_run_already(tmp_path):
     make(tmp_path).fit(loader(), epochs=1)
-    with pytest.raises(sw.CheckpointError, match=r"found checkpoints in .*Pass resume=True"):
+    with pytest.raises(sw.CheckpointError, match=r"found checkpoints in .* exists='resume'\) to continue"):
         make(tmp_path).fit(loader(), epochs=1)
 
 

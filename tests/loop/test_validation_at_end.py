@@ -147,6 +147,19 @@ def test_a_longer_run_is_bit_identical(tmp_path, end, every):
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
 
 
+def test_an_error_in_the_first_validation_does_not_cost_the_updates(tmp_path):
+    def fail(outputs, batch):
+        raise RuntimeError("why")
+
+    with pytest.raises(RuntimeError, match="why"):
+        fit(make(tmp_path, metrics={"fail": fail}), updates=2)
+    result = fit(make(tmp_path), updates=2, resume=True)
+    assert result.updates == 2 and result.metrics.keys() == {"loss"}
+    whole = make(tmp_path / "whole")
+    fit(whole, updates=2)
+    assert log(tmp_path) == log(tmp_path / "whole")
+
+
 def test_a_second_call(tmp_path):
     trainer = make(tmp_path)
     fit(trainer, updates=2)

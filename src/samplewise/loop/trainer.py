@@ -23,7 +23,7 @@ from samplewise.core.validate import CheckedAttributes
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop import arguments
 from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
-from samplewise.loop.checkpoint.state import RunState
+from samplewise.loop.checkpoint.state import RunState, savable
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
 from samplewise.loop.evaluation import Evaluator, MetricFunction, StatefulMetric
@@ -62,7 +62,8 @@ class Trainer(CheckedAttributes):
     """
 
     _fixed: ClassVar = dict.fromkeys(
-        ("step", "model", "run", "callbacks", "metrics", "device", "seed", "log_every", "progress", "save"), ""
+        ("step", "model", "run", "callbacks", "metrics", "device", "seed", "log_every", "progress", "save", "exists"),
+        "",
     )
 
     @errors_on_all_ranks()
@@ -192,6 +193,8 @@ class Trainer(CheckedAttributes):
                         self._stopping.synchronize()
 
             if validate is not None and self._ends_unvalidated():
+                if not metrics and self._files is not None and savable(self.step):
+                    self.save()  # an error in the first validation, as in a metric, must not cost the updates
                 with self._stopping.epoch(data):
                     metrics = self._validate_end(data, validate)
                     self._stopping.synchronize()
