@@ -1,11 +1,18 @@
 """Imports of the engine and of the package without its extras."""
 
 import ast
+import contextlib
+import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import samplewise as sw
 
 ENGINE = Path(__file__).parents[1] / "src" / "samplewise" / "engine"
 ALLOWED = ("torch", "samplewise.errors", "samplewise.core", "samplewise.parallel", "samplewise.engine")
@@ -52,6 +59,7 @@ def test_everything_but_runs_works_without_the_extras(tmp_path):
     script = f"""
 import subprocess
 import sys
+import typing
 sys.modules.update(dict.fromkeys({EXTRAS}))
 import torch
 import samplewise as sw
@@ -95,6 +103,7 @@ assert samplewise.callbacks is callbacks is samplewise.loop.callbacks
 assert samplewise.loggers is loggers is samplewise.loop.loggers
 assert samplewise.attribution.trak is trak
 assert samplewise.parallel is parallel and callable(parallel.fsdp) and callable(parallel.join)
+assert [name for name in dir(samplewise) if not name.startswith("_")] == sorted(samplewise.__all__)  # no modules
 import samplewise.exports
 assert sorted(name for name in vars(samplewise.exports) if not name.startswith("_")) == samplewise.__all__
 try:
@@ -108,3 +117,30 @@ def test_public_names_are_imported_at_their_first_use():
     """A submodule that is imported before does not take the place of the function of its name."""
     run = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=600)
     assert run.stdout == "module 'samplewise' has no attribute 'Steps'\n", run.stderr
+
+
+def objects():
+    model = nn.Linear(2, 1)
+    step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b)[:, 0])
+    yield step, set()
+    yield sw.Trainer(step, device="cpu"), {"model", "loader", "fast_dev_run", "expected_updates"}  # for callbacks
+    yield sw.gradients(model(torch.randn(3, 2))[:, 0], model), set()
+    yield sw.Ledger(), set()
+
+
+def test_objects_list_public_names():
+    """TAB shows members of the class and arguments of the constructor, and nothing that a user must not touch."""
+    for value, others in objects():
+        cls = type(value)
+        names = {name for name in dir(value) if not name.startswith("_")}
+        assert names <= {*dir(cls), *inspect.signature(cls).parameters, *others}, cls
+        assert {"run", "over"} <= names or cls is not sw.Step
+
+
+def test_no_property_has_a_literal_type():
+    """jedi 0.20 fails at them, and TAB then shows nothing."""
+    for cls in (value for name in sw.__all__ if isinstance(value := getattr(sw, name), type)):
+        for name, member in inspect.getmembers(cls, lambda member: isinstance(member, property)):
+            with contextlib.suppress(NameError):  # a name of type checkers, which is not looked at
+                hint = typing.get_type_hints(member.fget).get("return")
+                assert typing.get_origin(hint) is not typing.Literal, (cls, name)

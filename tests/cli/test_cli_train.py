@@ -123,7 +123,38 @@ def test_a_run_is_not_overwritten(recipe):
     result = command("train", name)
     assert one_line(result) == (
         "samplewise: Invalid value for --run: a new run must have a directory without checkpoints; found "
-        "checkpoints in runs/recipe. Pass --resume to continue that run, or choose another directory."
+        "checkpoints in runs/recipe. Pass --exists resume to continue that run, --exists overwrite to remove it, or "
+        "--exists new for the next free name."
+    )
+    assert result.exit_code == 2
+    Path("runs/recipe/privacy.jsonl").touch()
+    assert one_line(command("train", name)).endswith("continue that run, or --exists new for the next free name.")
+
+
+def test_what_to_do_with_an_existing_run(recipe):
+    name = recipe(HEALTHY)
+    command("train", name, "--run", "a")
+    result = command("train", name, "--run", "a", "--epochs", 2, "--exists", "resume")
+    assert result.stdout.startswith("2 epochs are done: 6 updates in all\n")
+    result = command("train", name, "--run", "a", "--exists", "new")
+    assert result.stdout == (
+        "1 epoch is done: 3 updates in all\nlog          a-2/log.jsonl\ncheckpoints  a-2/checkpoints\n"
+    )
+    result = command("train", name, "--run", "a", "--exists", "overwrite")
+    assert result.stdout.startswith("1 epoch is done: 3 updates in all\nlog          a/log.jsonl\n")
+    assert log("a") == log("a-2")
+    result = command("train", name, "--exists", "resume")
+    assert result.stderr.startswith("No checkpoint was found in runs/recipe: a new run is started.\n")
+
+
+def test_values_of_exists(recipe):
+    result = command("train", recipe(HEALTHY), "--exists", "delete")
+    assert "--exists" in one_line(result)
+    assert one_line(result).endswith("'delete' is not one of 'error', 'resume', 'overwrite', 'new'.")
+    result = command("train", recipe(HEALTHY), "--exists", "new", "--resume")
+    assert one_line(result) == (
+        "samplewise: Invalid value for --exists: --resume continues the run, --exists new starts another one; found "
+        "both."
     )
     assert result.exit_code == 2
 

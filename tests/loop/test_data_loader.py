@@ -544,14 +544,14 @@ def test_an_iterator_has_one_epoch():
     resumable = ResumableLoader(iter([torch.ones(2)] * 3), seed=7)
     assert len(list(resumable.epoch(0))) == 3
     resumable.seek(DataPosition())
-    message = "must be iterable once per epoch; found a list_iterator, which is exhausted after epoch 0. Pass a list"
+    message = "must be iterable once per epoch; found a list_iterator, which is exhausted after epoch 1. Pass a list"
     with pytest.raises(sw.BatchError, match=message):
         next(resumable.epoch(1))
 
 
 @pytest.mark.parametrize("loader", [[], DataLoader(Samples(), batch_size=99, drop_last=True)], ids=["list", "dropped"])
 def test_an_epoch_of_nothing(loader):
-    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch; found none in epoch 3"):
+    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch; found none in epoch 4"):
         next(ResumableLoader(loader, seed=7).epoch(3))
 
 
@@ -671,7 +671,7 @@ IMAGES = {
 def test_resumed_again_and_again(make, tail, samples, tmp_path):
     """After every single update a new process, as it were."""
     if samples == 40 and tail == "drop":
-        with pytest.raises(sw.BatchError, match="at least one update; found fewer than samples=40 samples in epoch 0"):
+        with pytest.raises(sw.BatchError, match="at least one update; found fewer than samples=40 samples in epoch 1"):
             trainer(samples=samples, tail=tail).fit(make(), updates=1)
         return
     data = make()
@@ -754,7 +754,7 @@ def test_a_generator():
     for updates in (1, 3, 4):
         parts.fit(generator, updates=updates)
     assert torch.equal(parameters(parts), parameters(whole))
-    with pytest.raises(sw.BatchError, match="found a generator, which is exhausted after epoch 0"):
+    with pytest.raises(sw.BatchError, match="found a generator, which is exhausted after epoch 1"):
         parts.fit(generator, updates=9)
 
 

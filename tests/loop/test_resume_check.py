@@ -168,7 +168,7 @@ def test_other_data_inside_an_epoch(tmp_path, change):
         trainer.fit(after(), epochs=2, resume=True)
     message = str(refused.value)
     assert message.startswith(INSIDE) and found in message
-    assert "until epoch 0 has ended (epochs=1) and change it then, or start a new run directory." in message
+    assert "until epoch 1 has ended (epochs=1) and change it then, or start a new run directory." in message
     assert torch.equal(parameters(trainer), start) and trainer.step.counters.updates == updates
     assert files(tmp_path) == there
     assert trainer.fit(before(), epochs=1, resume=True).reason == "1 epoch is done"  # nothing was lost
@@ -179,7 +179,7 @@ def test_other_data_between_two_epochs(tmp_path, change):
     before, after, found = CHANGES[change]
     make(tmp_path).fit(before(), epochs=1)
     trainer = make(tmp_path)
-    with pytest.warns(TrainingWarning, match="resumed at the beginning of epoch 1 with other data") as warned:
+    with pytest.warns(TrainingWarning, match="resumed at the beginning of epoch 2 with other data") as warned:
         trainer.fit(after(), epochs=2, resume=True)
     assert found.rstrip(".") in str(warned[0].message)
     assert log(tmp_path)[-1]["reason"] == "2 epochs are done"

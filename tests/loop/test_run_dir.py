@@ -19,7 +19,7 @@ def run_json(run):
 
 def test_run_json_has_a_format_version(tmp_path):
     make(tmp_path).fit(loader(), epochs=1)
-    assert run_json(tmp_path)["format_version"] == 1
+    assert run_json(tmp_path)["format_version"] == 2
     assert not list(tmp_path.glob(".*"))
 
 
@@ -30,7 +30,7 @@ OTHER = "use the version that wrote it, or start a new run directory."
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize(
     ("version", "shown", "remedy"),
-    [(2, "2", NEWER), (0, "0", OTHER), ("1", "'1'", OTHER), (True, "True", OTHER), (None, "none", OTHER)],
+    [(3, "3", NEWER), (1, "1", OTHER), ("2", "'2'", OTHER), (True, "True", OTHER), (None, "none", OTHER)],
 )
 def test_another_version_is_refused_before_anything_is_changed(tmp_path, version, shown, remedy, resume):
     make(tmp_path).fit(loader(), epochs=1)
@@ -40,7 +40,7 @@ def test_another_version_is_refused_before_anything_is_changed(tmp_path, version
     with pytest.raises(CheckpointError) as error:
         make(tmp_path).fit(loader(), epochs=2, resume=resume)
     assert str(error.value) == (
-        f"{tmp_path / 'run.json'} must have format version 1; found {shown}, which this version of samplewise does "
+        f"{tmp_path / 'run.json'} must have format version 2; found {shown}, which this version of samplewise does "
         f"not read: {remedy}"
     )
     assert run_json(tmp_path) == about and (tmp_path / "log.jsonl").read_bytes() == log
@@ -50,7 +50,7 @@ def test_another_version_is_refused_before_anything_is_changed(tmp_path, version
 @pytest.mark.parametrize("content", ["[]", "{}", '"text"'])
 def test_a_run_json_without_a_version_is_refused(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"run\.json must have format version 1; found none, which this version"):
+    with pytest.raises(CheckpointError, match=r"run\.json must have format version 2; found none, which this version"):
         make(tmp_path).fit(loader(), epochs=1)
 
 

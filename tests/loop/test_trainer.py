@@ -5,6 +5,8 @@ import io
 import json
 import math
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,9 +281,9 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     bar = make_display(total=1000, done=0)
-    bar.epoch(0, {"train_loss": 1.0, "loss": math.nan, "accuracy": 0.9333})
+    bar.epoch(1, {"train_loss": 1.0, "loss": math.nan, "accuracy": 0.9333})
     bar.line("compiling an update ...")
-    bar.update(1, 500, "loss 0.8799  1234 samples/s")
+    bar.update(2, 500, "loss 0.8799  1234 samples/s")
     bar.close()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).strip().splitlines()[-1]
     assert re.search(r"epoch 2 .* 500/1000 .* loss 0\.8799  12\d\d samples/s  accuracy 0\.9333", last)
@@ -336,7 +338,7 @@ def test_resume(tmp_path, where, samples, data):
 
 def test_a_directory_that_has_a_run_already(tmp_path):
     make(tmp_path).fit(loader(), epochs=1)
-    with pytest.raises(sw.CheckpointError, match=r"found checkpoints in .*Pass resume=True"):
+    with pytest.raises(sw.CheckpointError, match=r"found checkpoints in .* exists='resume'\) to continue"):
         make(tmp_path).fit(loader(), epochs=1)
 
 
@@ -487,7 +489,7 @@ def test_a_fast_dev_run_with_fewer_samples_than_an_update_needs():
     for tail in ("drop", "carry"):
         trainer = make(samples=50)
         trainer.step.tail = tail
-        message = f"found fewer than samples=50 samples in epoch 0, and tail='{tail}'"
+        message = f"found fewer than samples=50 samples in epoch 1, and tail='{tail}'"
         with pytest.raises(sw.BatchError, match=message):
             trainer.fit(loader(), epochs=1, fast_dev_run=True)
 
@@ -602,3 +604,43 @@ def test_sharded_loaders_in_one_process():
         sw.already_sharded(sw.already_sharded(batches)).loader is batches
         and list(sw.already_sharded(batches)) == batches
     )
+
+
+class ZMQInteractiveShell:
+    """Name of the class of the shell in a Jupyter kernel."""
+
+
+class Shell(ZMQInteractiveShell):
+    """That of Colab."""
+
+
+def fit_in(shell, monkeypatch, capsys, **options):
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    make(progress=True, metrics={"accuracy": accuracy}, log_every="2up").fit(loader(), loader(), **options)
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("shell", [ZMQInteractiveShell(), Shell()])
+def test_a_notebook_shows_a_line_per_epoch_on_stdout(shell, monkeypatch, capsys):
+    shown = fit_in(shell, monkeypatch, capsys, updates=5)
+    assert shown.err == ""
+    states = [line.split("\r") for line in shown.out.removesuffix("\n").split("\n")]
+    assert [[re.sub(r"[\d.]+", "#", state.rstrip()) for state in line] for line in states] == [
+        ["epoch #  update #  loss #  # samples/s"] * 2 + ["epoch #  train_loss #  loss #  accuracy #"],
+        ["epoch #  update #  loss #  # samples/s", "validation after update #  loss #  accuracy #"],
+        ["epoch #  update #  loss #  # samples/s"],  # the updates after the last log line
+    ]
+    assert [line[0].split()[:4] for line in states] == [
+        ["epoch", "1", "update", "2"],
+        ["epoch", "2", "update", "4"],
+        ["epoch", "2", "update", "5"],
+    ]
+    for before, after in ((line[k], line[k + 1]) for line in states for k in range(len(line) - 1)):
+        assert len(after) >= len(before.rstrip())  # nothing of the line before is left
+    assert shown.out.endswith("\n")
+
+
+@pytest.mark.parametrize("shell", [None, SimpleNamespace()])
+def test_ipython_in_a_terminal_is_no_notebook(shell, monkeypatch, capsys):
+    shown = fit_in(shell, monkeypatch, capsys, epochs=1)
+    assert shown.out == "" and shown.err.count("\n") == 3

@@ -225,6 +225,23 @@ def test_a_rehearsal_with_samples_on_one_rank(two):
     assert two.run(rehearsed_at_one_rank) == [(1, 3)] * 2
 
 
+def started_again(run):
+    made = trainer(run, exists="new")
+    result = made.fit(loader(), validate=loader(11, batch_size=3), updates=2)
+    assert trainer(made.run, exists="resume").fit(loader(), updates=3).updates == 3
+    trainer(made.run, exists="overwrite").fit(loader(), updates=1)
+    return made.run, dict(result.metrics), parameters(made)
+
+
+def test_ranks_agree_on_a_new_directory_and_on_the_last_validation(two, tmp_path):
+    expected = started_again(tmp_path / "run")[1:]
+    for name in ("run-2", "run-3"):
+        for directory, *rest in two.run(started_again, tmp_path / "run"):
+            assert directory == tmp_path / name
+            torch.testing.assert_close(rest, list(expected), rtol=1e-10, atol=1e-12)
+        assert [(line["kind"], line["update"]) for line in log(tmp_path / name)] == [("train", 1), ("end", 1)]
+
+
 def overfitted(batch_size):
     made = trainer()
     made.fit(loader(batch_size=batch_size), epochs=3, overfit_batches=2)
@@ -382,7 +399,7 @@ def nothing_for_anybody():
 
 @pytest.mark.parametrize("fit", [nothing, nothing_for_anybody])
 def test_a_loader_that_is_empty_on_all_ranks(two, fit):
-    message = "BatchError: an epoch must have at least one batch; found none in epoch 0. Check the loader: a generator"
+    message = "BatchError: an epoch must have at least one batch; found none in epoch 1. Check the loader: a generator"
     assert all(error.startswith(message) for error in two.errors(fit))
 
 

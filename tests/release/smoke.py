@@ -86,7 +86,7 @@ def report() -> None:
     from samplewise.report.page import write_report
 
     with tempfile.TemporaryDirectory() as run:
-        Path(run, "run.json").write_text('{"format_version": 1, "name": "smoke"}')
+        Path(run, "run.json").write_text('{"format_version": 2, "name": "smoke"}')
         lines = [f'{{"kind": "train", "epoch": 0, "update": {k}, "samples": {k}, "loss": {1 / k}}}' for k in (1, 2, 3)]
         Path(run, "log.jsonl").write_text("\n".join(lines) + "\n")
         assert "<svg" in write_report(Path(run)).read_text(encoding="utf-8")

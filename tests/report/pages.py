@@ -10,7 +10,7 @@ import samplewise
 from samplewise.ledger.files import LedgerWriter
 
 ABOUT = {
-    "format_version": 1,
+    "format_version": 2,
     "name": "digits",
     "started": "2026-11-16T01:20:33+00:00",
     "samplewise": samplewise.__version__,

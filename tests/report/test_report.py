@@ -170,11 +170,11 @@ def test_a_run_json_of_another_form(report, tmp_path, about):
     assert report(WHOLE, about=about).title == tmp_path.name
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None])
+@pytest.mark.parametrize("version", [3, 1, "2", None])
 def test_a_run_json_of_another_version_is_not_read(report, tmp_path, version):
     shown = report(WHOLE, about={**ABOUT, "format_version": version})
     assert shown.title == tmp_path.name and "Train loss" in shown.charts
-    assert "run.json must have format version 1; found" in shown.text
+    assert "run.json must have format version 2; found" in shown.text
 
 
 def test_no_validation(report):

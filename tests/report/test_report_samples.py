@@ -469,7 +469,7 @@ def test_ids_that_repeat_within_an_epoch(tmp_path):
     write_ledger(tmp_path, visits(["a", "b", "b", "b", "c", "c"], [1.0] * 6), visits(["a", "b", "c"], [1.0] * 3, 1))
     assert (
         "Ids repeat within an epoch: 3 of 9 rows have an id that occurred before in the epoch. For example, 'b' "
-        "occurs 3 times in epoch 0. Unless samples are drawn with replacement, several samples share an id"
+        "occurs 3 times in epoch 1. Unless samples are drawn with replacement, several samples share an id"
         in page_of(tmp_path).text
     )
 
@@ -482,7 +482,7 @@ def test_ids_that_repeat_in_earlier_epochs(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, *parts)
     text = page_of(tmp_path).text
-    assert "Ids repeat within an epoch: 3 of 19 rows" in text and "For example, 'c' occurs 3 times in epoch 2" in text
+    assert "Ids repeat within an epoch: 3 of 19 rows" in text and "For example, 'c' occurs 3 times in epoch 3" in text
 
 
 def test_ids_that_repeat_in_different_epochs_are_valid(run):

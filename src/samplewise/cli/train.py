@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -17,6 +17,7 @@ from samplewise.cli.arguments import Device, RecipeFile, complete_run
 from samplewise.cli.recipe_source import read_source, shortened
 
 EPOCHS = 1
+Exists = Literal["error", "resume", "overwrite", "new"]  # values of --exists
 LEDGERS = ("norms", "losses")  # values of --ledger; the first one may be left out
 
 
@@ -103,6 +104,12 @@ def train(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run.")] = False,
+    exists: Annotated[
+        Exists,
+        typer.Option(
+            help="If DIR has checkpoints: refuse, resume, remove that run, or take the next free name, DIR-2."
+        ),
+    ] = "error",
     seed: Annotated[
         int, typer.Option(min=0, metavar="N", help="Seed of initial weights, and of sample order and augmentation.")
     ] = 0,
@@ -124,8 +131,8 @@ def train(
     list of callbacks of the trainer. loss may also be a criterion: loss = nn.MSELoss().
 
     Checkpoints are written after each epoch and at the end. Ctrl-C stops after the current update and writes one, too.
-    --resume continues from the newest checkpoint; no sample is lost or seen twice. --epochs and --updates count from
-    the start of the run: after 2 epochs, --resume --epochs 5 trains for 3 more.
+    --resume, or --exists resume, continues from the newest checkpoint; no sample is lost or seen twice. --epochs and
+    --updates count from the start of the run: after 2 epochs, --resume --epochs 5 trains for 3 more.
 
     Several processes: --processes N, or torchrun ... -m -- samplewise train RECIPE. --samples counts the samples of all
     ranks; the batches of the recipe are those of each rank.
@@ -150,16 +157,21 @@ def train(
         raise typer.BadParameter("--delta and --batch must be used with --epsilon.", param_hint="--epsilon")
     elif clip is not None and not (clip > 0 and math.isfinite(clip)):
         raise typer.BadParameter(f"must be a positive number; found {clip}.", param_hint="--clip")
+    if resume and exists in ("overwrite", "new"):
+        raise typer.BadParameter(
+            f"--resume continues the run, --exists {exists} starts another one; found both.", param_hint="--exists"
+        )
+    resume = resume or exists == "resume"
     fit_options = {"epochs": None if updates or private else epochs or EPOCHS, "updates": updates, "resume": resume}
     run = run or Path("runs") / recipe.stem
-    has_checkpoints = _check_run(run, resume)
+    has_checkpoints = _check_run(run, resume or exists != "error")
     if processes is not None:
         _launch(processes)
     if resume and not has_checkpoints and os.environ.get("RANK", "0") == "0":  # a variable of torchrun
         typer.echo(f"No checkpoint was found in {run}: a new run is started.", err=True)
     from samplewise.cli.training import train_recipe
 
-    train_recipe(recipe, source, run, device, seed, ledger, clip, private, step_options, fit_options)
+    train_recipe(recipe, source, run, exists, device, seed, ledger, clip, private, step_options, fit_options)
 
 
 def _launch(processes: int) -> NoReturn:
@@ -184,7 +196,7 @@ def _parse_microbatch(text: str | None) -> int | str | None:
     return int(text)
 
 
-def _check_run(run: Path, resume: bool) -> bool:
+def _check_run(run: Path, may_exist: bool) -> bool:
     """True if the directory has checkpoints; raises typer.BadParameter unless the run can start or resume in it."""
     try:
         is_file = run.exists() and not run.is_dir()
@@ -195,10 +207,12 @@ def _check_run(run: Path, resume: bool) -> bool:
         ) from why
     if is_file:
         raise typer.BadParameter(f"must be a directory; found a file, {run}.", param_hint="--run")
-    if used and not resume:
+    if used and not may_exist:
+        is_private = (run / "privacy.jsonl").exists()  # never overwritten: what is spent would be forgotten
         raise typer.BadParameter(
             f"a new run must have a directory without checkpoints; found checkpoints in {run}. "
-            "Pass --resume to continue that run, or choose another directory.",
+            f"Pass --exists resume to continue that run,{'' if is_private else ' --exists overwrite to remove it,'} "
+            "or --exists new for the next free name.",
             param_hint="--run",
         )
     return used

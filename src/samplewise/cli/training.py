@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samplewise.cli.arguments import bad_parameters, device_named
 from samplewise.cli.recipe import Recipe
-from samplewise.cli.train import PrivateOptions
+from samplewise.cli.train import Exists, PrivateOptions
 from samplewise.core.files import absolute
 from samplewise.core.losses import as_criterion
 from samplewise.core.state import RandomState, seed_everything
@@ -41,6 +41,7 @@ def train_recipe(
     path: Path,
     source: bytes,
     run: Path,
+    exists: Exists,
     device: str,
     seed: int,
     ledger: str | None,
@@ -87,8 +88,10 @@ def train_recipe(
             loader, loss = with_ids(loader, loss)
             stack.enter_context(explain_missing_ids())
         step = Step(model, optimizer, loss, scheduler=scheduler, parallel="ddp", **step_options)
-        trainer = Trainer(step, run_path, callbacks, metrics=metrics, device=target, seed=seed)
+        trainer = Trainer(step, run_path, callbacks, metrics=metrics, device=target, seed=seed, exists=exists)
         result = trainer.fit(loader, validation, **fit_options)
+    if exists == "new" and trainer.run is not None:
+        run = run.with_name(trainer.run.name)
     _print_summary(result, trainer, run)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RUN_FILE = "run.json"  # in every run directory
-RUN_VERSION = 1  # "format_version" in that file
+RUN_VERSION = 2  # "format_version" in that file
 DESCRIPTION = "samplewise"  # key of the description in the metadata of a file of tensors
 
 

@@ -57,7 +57,8 @@ def import_at_first_use(package: str, exports: str) -> None:
             return value
 
         def __dir__(self) -> list[str]:
-            return sorted({*vars(self), *self.__all__})
+            """Public and special names, for TAB: not the modules that are imported so far."""
+            return sorted({*self.__all__, *(name for name in vars(self) if name.startswith("__"))})
 
         def __setattr__(self, name: str, value: Any) -> None:
             # Python binds a submodule in its package after importing it, but sw.check is the function, not the module.

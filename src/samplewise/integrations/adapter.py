@@ -82,12 +82,12 @@ class Adapter:
     @property
     def id_key(self) -> Hashable:
         """Key of the ids in the batch; without a ledger, that of sw.Indexed."""
-        return "id" if self.ledger is None else self.ledger.keys["id"]
+        return "id" if self.ledger is None else self.ledger._keys["id"]
 
     @property
     def keys(self) -> list[Hashable]:
         """Keys of the batch that the ledger reads, without duplicates."""
-        return [self.id_key] if self.ledger is None else list(dict.fromkeys(self.ledger.keys.values()))
+        return [self.id_key] if self.ledger is None else list(dict.fromkeys(self.ledger._keys.values()))
 
     # --- one batch ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Adapter:
         entries = {key: pick(batch, key) for key in self.keys if values.ids is None or key != self.id_key}
         if values.ids is not None:
             entries[self.id_key] = values.ids
-        columns = {name: column for name, column in (values.columns or {}).items() if name not in self.ledger.keys}
+        columns = {name: column for name, column in (values.columns or {}).items() if name not in self.ledger._keys}
         self._passes.append(BatchPass(BackwardResult(replace(results.stats, columns=columns)), entries, epoch))
 
     # --- one update --------------------------------------------------------------------------------------------------

@@ -110,9 +110,9 @@ class Ledger:
         self.norms = norms
         self.rows_per_file = rows_per_file
         self.show = show
-        self.names = Names(_as_names("features", features), _as_names("classes", classes))
+        self._names = Names(_as_names("features", features), _as_names("classes", classes))
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
-        self.keys: dict[str, Hashable] = {**named, "id": id}
+        self._keys: dict[str, Hashable] = {**named, "id": id}
         self._resuming = False
         self._dry_run = False
         self._item: Callable[[Any], Any] | None = show if callable(show) else None
@@ -122,7 +122,7 @@ class Ledger:
         self._discard_rows()
 
     def __repr__(self) -> str:
-        columns = ", ".join(name if name == key else f"{name}={key!r}" for name, key in self.keys.items())
+        columns = ", ".join(name if name == key else f"{name}={key!r}" for name, key in self._keys.items())
         run = self.run if self._parts is None else self._parts.run
         where = "the run directory of the trainer" if run is None else repr(str(run))
         return f"Ledger({where}, columns {columns}, {self._rows:,} unwritten rows)"
@@ -141,8 +141,8 @@ class Ledger:
         """Register the columns and norms that the ledger needs with the step. Call it before the first update."""
         if not hasattr(step, "require"):
             raise TypeError(f"listen needs the sw.Step of the training; found {type(step).__name__}. Pass the step.")
-        predictions = [name for name in PREDICTION_COLUMNS if name not in self.keys]
-        step.require(norms=self.norms, columns=self.keys, predictions=predictions)
+        predictions = [name for name in PREDICTION_COLUMNS if name not in self._keys]
+        step.require(norms=self.norms, columns=self._keys, predictions=predictions)
 
     def add(self, update: Update, epoch: int | None = None) -> None:
         """Record an update. `epoch`: default the epoch counted by step.over."""
@@ -158,7 +158,7 @@ class Ledger:
         assert self._parts is not None
         # False if all samples are of other ranks.
         has_samples = self._parts.size == 1 or bool(update.local_samples or update._batch_columns)
-        if has_samples and not update._has_columns(*self.keys):
+        if has_samples and not update._has_columns(*self._keys):
             raise LedgerError(
                 "an update must have the ids of all its samples to be recorded; found an update without some of them. "
                 "Call ledger.listen(step) before the first update, and do not add updates that were started earlier."
@@ -189,7 +189,7 @@ class Ledger:
         _check_index("epoch", epoch)
         samples = int(collectives.all_reduce_scalars(len(results))[0])
         outcome = Outcome(skipped, lr=[], norm=lambda: torch.tensor(torch.nan))
-        columns = record_columns(batch, self.keys, epoch)
+        columns = record_columns(batch, self._keys, epoch)
         self.add(Update(update, samples, outcome, [results.stats], [columns]))
 
     def flush(self) -> None:
@@ -297,14 +297,14 @@ class Ledger:
         """Set the function from id to item for previews, and the names of classes, unless the ledger has its own."""
         if self.show is None:
             self._item = item
-        self.names = Names(self.names.features, self.names.classes or classes)
+        self._names = Names(self._names.features, self._names.classes or classes)
 
     def _use_dataset(self, loader: Any) -> None:
         """Take items for previews, and names of features and classes, from the dataset of a loader."""
         if self.show is None:
             self._item = indexed_items(loader)
         names = dataset_names(loader)
-        self.names = Names(self.names.features or names.features, self.names.classes or names.classes)
+        self._names = Names(self._names.features or names.features, self._names.classes or names.classes)
 
     def on_update(self, update: Update) -> None:
         self.add(update)
@@ -319,7 +319,7 @@ class Ledger:
 
     def _preview(self) -> None:
         """Write previews of the most suspicious samples. An error becomes a warning and does not end the training."""
-        has_content = self._item is not None or bool(self.names.classes)
+        has_content = self._item is not None or bool(self._names.classes)
         if self._dry_run or not has_content or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
@@ -329,7 +329,7 @@ class Ledger:
         run = self._parts.run
         restore = RandomState().restore  # datasets may draw random numbers
         try:
-            write_previews(run, self._item, aggregate_visits(parts(run)), self.names)
+            write_previews(run, self._item, aggregate_visits(parts(run)), self._names)
         except Exception as why:
             reason = str(why).rstrip(".")
             warnings.warn(

@@ -12,8 +12,10 @@ from samplewise.loop.stopping import Duration
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 
+EXISTS = ("error", "resume", "overwrite", "new")
 
-def check_trainer(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any) -> None:
+
+def check_trainer(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any, exists: Any) -> None:
     """Raise TypeError or ValueError for arguments of `Trainer` of another type."""
     if not isinstance(step, Step):
         raise TypeError(
@@ -21,6 +23,10 @@ def check_trainer(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any) 
         )
     if run is not None and (not isinstance(run, (str, Path)) or not str(run)):
         raise ValueError(f"run must be the path of a directory, or None; found {run!r}. Pass for example 'runs/name'.")
+    if exists not in EXISTS:
+        raise ValueError(f"exists must be one of {', '.join(map(repr, EXISTS))}; found {exists!r}.")
+    if run is None and exists != "error":
+        raise ValueError(f"exists={exists!r} needs a run directory; found none. Use Trainer(..., run='runs/name').")
     if type(seed) is not int:
         raise ValueError(f"seed must be an int; found {seed!r}.")
     if not isinstance(callbacks, Iterable):

@@ -12,10 +12,10 @@
                                         called after each line that is written to the log
 
 A method receives what its argument names ask for: the arguments listed with the event, and `trainer`, `step` and
-`model`. `epoch` is an int from 0, `update` a `sw.Update`, `metrics` a dict of floats, `reason` and `kind` are texts,
-`error` is the exception, and `fields` a dict. TypeError is raised when the callback is added if a method whose name
-begins with on_ is not an event, or if it has an argument with another name. A callback with `state_dict` and
-`load_state_dict` is saved in every checkpoint.
+`model`. `epoch` is an int from 0 (log lines count from 1), `update` a `sw.Update`, `metrics` a dict of floats, `reason`
+and `kind` are texts, `error` is the exception, and `fields` a dict. TypeError is raised when the callback is added if a
+method whose name begins with on_ is not an event, or if it has an argument with another name. A callback with
+`state_dict` and `load_state_dict` is saved in every checkpoint.
 """
 
 from __future__ import annotations

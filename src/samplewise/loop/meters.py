@@ -1,5 +1,6 @@
 """Meters of a training run: loss, speed, learning rate, time per phase, peak memory. Only reads wait for the device.
-Progress display on stderr: a bar in a terminal, plain lines elsewhere, or nothing.
+Progress display on stderr: a bar in a terminal, plain lines elsewhere, or nothing. In a notebook, a line per epoch on
+stdout.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class Display(Protocol):
-    """Display of the progress of a training run."""
+    """Display of the progress of a training run. Epochs count from 1, as in the log."""
 
     def update(self, epoch: int, done: int, values: str) -> None:
         """Show that `done` updates have been made, with a text of current values."""
@@ -292,16 +293,43 @@ class LineDisplay:
     """Plain lines."""
 
     def update(self, epoch: int, done: int, values: str) -> None:
-        self.line(f"epoch {epoch + 1}  update {done}  {values}")
+        self.line(f"epoch {epoch}  update {done}  {values}")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
+        self.line(f"epoch {epoch}  {format_values(metrics)}")
 
     def line(self, text: str) -> None:
         with suppress(OSError):  # a closed pipe or a full disk must not stop the training
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None: ...
+
+
+class NotebookDisplay:
+    """One line per epoch on stdout, updated in place by carriage returns. Notebooks show stderr like an error."""
+
+    def __init__(self) -> None:
+        self._width = 0  # characters of the line that the next one replaces
+
+    def update(self, epoch: int, done: int, values: str) -> None:
+        self._replace(f"epoch {epoch}  update {done}  {values}")
+
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self.line(f"epoch {epoch}  {format_values(metrics)}")
+
+    def line(self, text: str) -> None:
+        self._replace(text)
+        self.close()
+
+    def close(self) -> None:
+        """End the line, if one is shown: text that is printed later begins below it."""
+        if self._width:
+            print(flush=True)
+        self._width = 0
+
+    def _replace(self, text: str) -> None:
+        print(f"\r{text:{self._width}}" if self._width else text, end="", flush=True)
+        self._width = len(text)
 
 
 class BarDisplay:
@@ -327,10 +355,10 @@ class BarDisplay:
         self._bar.start()
 
     def update(self, epoch: int, done: int, values: str) -> None:
-        self._bar.update(self._task, completed=done, epoch=epoch + 1, text=f"{values}  {self._metrics}")
+        self._bar.update(self._task, completed=done, epoch=epoch, text=f"{values}  {self._metrics}")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
+        self.line(f"epoch {epoch}  {format_values(metrics)}")
         measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
         self._metrics = format_values(measured)
 
@@ -350,11 +378,14 @@ def format_values(values: Mapping[str, float]) -> str:
 
 
 def make_display(total: int | None, done: int) -> Display:
-    """Return a progress bar if stderr is a terminal and rich is installed, otherwise plain lines.
+    """Return a line per epoch in a notebook, a progress bar if stderr is a terminal and rich is installed, otherwise
+    plain lines.
 
     total: number of updates at the end of the training; None if unknown.
     done: number of updates made so far.
     """
+    if _in_notebook():
+        return NotebookDisplay()
     if sys.stderr is None:  # stderr was closed when Python started
         return NoDisplay()
     if not sys.stderr.isatty():
@@ -365,8 +396,15 @@ def make_display(total: int | None, done: int) -> Display:
         return LineDisplay()
 
 
+def _in_notebook() -> bool:
+    """True in a Jupyter kernel, whose shell is a ZMQInteractiveShell or, as in Colab, a subclass."""
+    ipython = sys.modules.get("IPython")  # imported by every kernel
+    shell = None if ipython is None else ipython.get_ipython()
+    return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
+
+
 class Progress:
-    """Callback that shows the progress of a training run on stderr, on rank 0. `Trainer(progress=True)` adds it."""
+    """Callback that shows the progress of a training run, on rank 0. `Trainer(progress=True)` adds it."""
 
     def __init__(self) -> None:
         self._display: Display = NoDisplay()
@@ -389,7 +427,7 @@ class Progress:
         if self._has_validation:
             values |= metrics
         if values:
-            self._display.epoch(epoch, values)
+            self._display.epoch(epoch + 1, values)
 
     def line(self, text: str) -> None:
         """Print a line; does nothing if no training is shown. May be called from another thread."""

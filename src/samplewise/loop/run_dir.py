@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import RUN_FILE, RUN_VERSION, other_version, read_json, write_json
 from samplewise.core.memory import device_name
 from samplewise.core.package import UNKNOWN, installed_version
-from samplewise.errors import CheckpointError
+from samplewise.errors import CheckpointError, PrivacyError
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints
 from samplewise.loop.checkpoint.format import STATE_FILE
@@ -27,8 +28,16 @@ from samplewise.loop.checkpoint.io import BackgroundWriter
 from samplewise.loop.checkpoint.resume_settings import loss_name
 from samplewise.loop.checkpoint.state import check_trainer_state
 from samplewise.parallel import collectives
-from samplewise.parallel.collectives import on_every_rank
+from samplewise.parallel.collectives import on_every_rank, on_rank_zero
+from samplewise.privacy.release_log import KEY_FILE
+from samplewise.privacy.release_log import LOG_FILE as RELEASE_LOG
 from samplewise.step.step import Step
+
+# Files of a run next to its checkpoints, saved models and run.json: of the trainer, loggers, the ledger and the report.
+RUN_FILES = (
+    *("log.jsonl", "train.csv", "validation.csv", "tensorboard/events.out.tfevents.*"),
+    *("samples/part-*.parquet", "previews.json", "report.html"),
+)
 
 
 def run_lock(directory: Path) -> DirectoryLock:
@@ -43,14 +52,29 @@ def run_lock(directory: Path) -> DirectoryLock:
     )
 
 
+def run_path(directory: Path, exists: str) -> Path:
+    """Path of a run directory; with exists="new" that of the next free name, such as a-2 for a. Collective."""
+    if exists != "new":
+        return directory
+    names = chain([directory.name], (f"{directory.name}-{k}" for k in count(2)))
+    return on_rank_zero(lambda: next(path for path in map(directory.with_name, names) if _is_free(path)))
+
+
+def _is_free(path: Path) -> bool:
+    return not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
+
+
 class RunDirectory:
     """Files of a run. Call `open` before writing.
+
+    exists: what to do with an earlier run in the directory, an argument of `Trainer`
 
     With several ranks, rank 0 writes the log and holds the lock; all ranks write checkpoints.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, exists: str = "error"):
         self.directory = directory
+        self._exists = exists
         self._lock = run_lock(directory)
         self._log: Log | None = None
         self._checkpoints: Checkpoints | None = None
@@ -62,31 +86,41 @@ class RunDirectory:
 
         load: receives the state of the checkpoint and returns the length in bytes of the log that belongs to it.
         """
+        if not self._ours:
+            if resume and self._exists in ("overwrite", "new"):
+                raise ValueError(
+                    f"resume=True continues the run of a directory; found exists={self._exists!r}, which starts "
+                    "another one. Leave one of them out."
+                )
+            resume = resume or self._exists == "resume"
         on_every_rank(self._check_place)
         on_every_rank(self._lock.acquire if collectives.rank() == 0 else lambda: None)
         on_every_rank(self._check_version)
-        self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / FOLDER))
-        paths = self._checkpoints.paths()
+        checkpoints = on_every_rank(lambda: Checkpoints(self.directory / FOLDER))
+        if self._exists == "overwrite" and not self._ours:
+            on_rank_zero(lambda: self._remove_run(checkpoints))
+        self._checkpoints = checkpoints
+        paths = checkpoints.paths()
         if not collectives.all_equal([path.name for path in paths]):
             raise CheckpointError(
                 f"all ranks must see the same run directory; found that they see different checkpoints in "
                 f"{self.directory}. Use a directory on a shared file system."
             )
-        count = len(paths)
         keep = None if self._ours else 0
-        if resume and count:
-            newest = self._checkpoints.latest(_read_on_all_ranks)
+        if resume and paths:
+            newest = checkpoints.latest(_read_on_all_ranks)
             if newest is None:
                 raise CheckpointError(
-                    f"resuming needs a readable checkpoint; found none among {count} in {self._checkpoints.directory}. "
+                    f"resuming needs a readable checkpoint; found none among {len(paths)} in {checkpoints.directory}. "
                     "Restore one from a backup, or start a new run directory."
                 )
             state = newest[0]
             keep = on_every_rank(lambda: load(state))
-        elif count and not self._ours:
+        elif paths and not self._ours:
+            overwrite = "," if self._has_releases() else ", exists='overwrite' to remove it,"
             raise CheckpointError(
-                f"a new run must have an unused directory; found checkpoints in {self.directory}. "
-                "Pass resume=True to continue that run, or choose another directory."
+                f"a new run must have an unused directory; found checkpoints in {self.directory}. Use Trainer(..., "
+                f"exists='resume') to continue that run{overwrite} or exists='new' for the next free name."
             )
         if collectives.rank() == 0:
             self._log = Log(self.directory / "log.jsonl", keep)
@@ -116,6 +150,38 @@ class RunDirectory:
         if type(version) is not int or version != RUN_VERSION:
             raise CheckpointError(other_version(path, version, RUN_VERSION))
 
+    def _has_releases(self) -> bool:
+        """True if the directory records the releases of a private training."""
+        return any((self.directory / name).exists() for name in (RELEASE_LOG, KEY_FILE))
+
+    def _remove_run(self, checkpoints: Checkpoints) -> None:
+        """Remove the files that samplewise has written for the run in the directory; other files stay."""
+        if self._has_releases():
+            raise PrivacyError(
+                "a private run must not be overwritten, because the privacy that it has spent would be forgotten; "
+                f"found {RELEASE_LOG} or {KEY_FILE} in {self.directory}. Use exists='resume' to continue it, or "
+                "exists='new' for another directory."
+            )
+        if not (self.directory / RUN_FILE).exists():
+            if checkpoints.paths():
+                raise CheckpointError(
+                    f"exists='overwrite' removes a run, which has a {RUN_FILE}; found checkpoints without it in "
+                    f"{self.directory}. Choose another directory, or remove this one by hand."
+                )
+            return
+        models = [path for path in self.directory.glob("*.ckpt") if (path / STATE_FILE).exists()]
+        files = [path for pattern in RUN_FILES for path in self.directory.glob(pattern)]
+        try:
+            for path in checkpoints.paths():
+                io.remove_checkpoint(path)
+            for path in (*models, *files, self.directory / RUN_FILE):  # the last one tells that this is a run
+                io.remove(path)
+        except OSError as why:
+            raise CheckpointError(
+                f"exists='overwrite' must be able to remove the run in {self.directory}; found: {why}. Choose another "
+                "directory, or fix the permissions."
+            ) from why
+
     def check(self, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
         """Raise if the state could not be saved, before the training starts."""
         io.check({**state, "per_rank": [rank_state]})
@@ -132,6 +198,11 @@ class RunDirectory:
             if self._lock.is_lost:
                 self._lock.verify()
             self._log.write(**fields)
+
+    def exclude_from_checkpoints(self) -> None:
+        """Leave the log lines that are written from now on out of checkpoints: a resumed run cuts them off."""
+        if self._log is not None:
+            self._log.exclude_from_checkpoints()
 
     def save(self, state: Callable[[int], tuple[dict[str, Any], dict[str, Any]]], update: int) -> Path:
         """Save a checkpoint and return its path. Collective; with several ranks it is written in the background.
@@ -210,6 +281,7 @@ class Log:
         size = self._file.tell()
         self._file.truncate(size if keep is None else min(keep, size))
         self._file.seek(0, os.SEEK_END)
+        self._end: int | None = None  # length in bytes of the part that belongs to checkpoints; None for all
 
     def write(self, **fields: Any) -> None:
         """Append a line. Tensors and NumPy arrays and numbers are written as numbers and lists."""
@@ -223,10 +295,13 @@ class Log:
                 "then resume: the checkpoints are intact."
             ) from why
 
+    def exclude_from_checkpoints(self) -> None:
+        self._end = self._file.tell()
+
     def position(self) -> int:
-        """Flush to disk (fsync) and return the length of the file in bytes."""
+        """Flush to disk (fsync) and return the length in bytes of the part that belongs to a checkpoint."""
         os.fsync(self._file.fileno())
-        return self._file.tell()
+        return self._file.tell() if self._end is None else self._end
 
     def close(self) -> None:
         with suppress(OSError):  # a failed write has raised already

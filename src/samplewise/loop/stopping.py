@@ -99,7 +99,8 @@ class FitResult:
     epochs    number of completed epochs, with those of earlier calls and of the resumed run
     updates   number of updates, counted likewise
     metrics   metrics of the last epoch that this call has completed: "loss" of the validation, if there is one, or of
-              the training, "train_loss", and the metrics of the validation; empty if it has completed no epoch
+              the training, "train_loss", and the metrics of the validation. If the training ended inside an epoch,
+              those of the validation at the end, without "train_loss"; empty if it has done neither
     """
 
     reason: str
@@ -116,11 +117,19 @@ class FitResult:
 # --- stop requests and signals ---------------------------------------------------------------------------------------
 
 
+STOPPED_BY_LOADER = "stopped by the loader"
+
+
 class StopRequest(NamedTuple):
     """Request to end a training run. `signal`: name of the signal that is its cause."""
 
     reason: str
     signal: str | None = None
+
+    @property
+    def is_interruption(self) -> bool:
+        """True if a signal or the loader has stopped the training at any place, maybe inside an update's window."""
+        return self.signal is not None or self.reason == STOPPED_BY_LOADER
 
 
 class StopController(ABC):
@@ -219,7 +228,7 @@ class SingleProcessStop(StopController):
         except Exception as error:
             if not (self._signal or isinstance(error, LoaderStopped)):
                 raise
-            self.request("stopped by the loader")  # unless there is a request already
+            self.request(STOPPED_BY_LOADER)  # unless there is a request already
             loader.commit(self._step._consumed)  # samples in the open window must not come again
             raise LoaderStopped(self.stop) from error
 

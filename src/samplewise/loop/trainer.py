@@ -23,13 +23,13 @@ from samplewise.core.validate import CheckedAttributes
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop import arguments
 from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
-from samplewise.loop.checkpoint.state import RunState
+from samplewise.loop.checkpoint.state import RunState, savable
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
 from samplewise.loop.evaluation import Evaluator, MetricFunction, StatefulMetric
 from samplewise.loop.events import Listeners
-from samplewise.loop.meters import LossMeter, PhaseTimer, Progress, loading_notice, peak_memory
-from samplewise.loop.run_dir import RunDirectory, run_metadata
+from samplewise.loop.meters import LossMeter, PhaseTimer, Progress, format_values, loading_notice, peak_memory
+from samplewise.loop.run_dir import RunDirectory, run_metadata, run_path
 from samplewise.loop.stopping import Duration, FitResult, StopRequest, end_of_training, interval, stop_controller
 from samplewise.parallel import collectives, launch
 from samplewise.parallel.collectives import errors_on_all_ranks
@@ -43,6 +43,9 @@ class Trainer(CheckedAttributes):
     """Training loop over a loader, with validation, log, checkpoints and exact resume.
 
     run: directory for the log and the checkpoints; None (default) to write neither.
+    exists: what to do if the run directory has checkpoints of another training. "error" (default): refuse, unless `fit`
+    is called with resume=True. "resume": continue that run. "overwrite": remove its files; other files in the directory
+    stay, and a private run is refused. "new": take the next free name, runs/a-2 for runs/a; it is in `trainer.run`.
     callbacks: see `samplewise.loop.events`. With a run directory and without a ModelCheckpoint among them, a checkpoint
     is saved after every epoch.
     metrics: dict of name -> function (outputs, batch) or (outputs, y), or object with update, compute and reset. A
@@ -59,7 +62,8 @@ class Trainer(CheckedAttributes):
     """
 
     _fixed: ClassVar = dict.fromkeys(
-        ("step", "model", "run", "callbacks", "metrics", "device", "seed", "log_every", "progress", "save"), ""
+        ("step", "model", "run", "callbacks", "metrics", "device", "seed", "log_every", "progress", "save", "exists"),
+        "",
     )
 
     @errors_on_all_ranks()
@@ -75,14 +79,15 @@ class Trainer(CheckedAttributes):
         log_every: str | int = "50up",
         progress: bool = True,
         save: Literal["all", "trained"] = "all",
+        exists: Literal["error", "resume", "overwrite", "new"] = "error",
     ):
-        arguments.check_trainer(step, run, callbacks, metrics, seed)
+        arguments.check_trainer(step, run, callbacks, metrics, seed, exists)
         self.step = step
         self.model = inner(step.model)
         self.seed = seed
         self.log_every = interval("log_every", log_every, ("up", "samples"))
-        self.run = None if run is None else absolute(run)
         self.device = launch.join(device)
+        self.run = None if run is None else run_path(absolute(run), exists)
         self.model.to(self.device)
         step._attach_process_group()
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
@@ -94,13 +99,14 @@ class Trainer(CheckedAttributes):
         ordered = [*([self._progress] if progress else []), *_complete(callbacks, self.run)]
         self._callbacks = Listeners(ordered, trainer=self, step=step, model=self.model)
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
-        self._run_directory = None if self.run is None else RunDirectory(self.run)
+        self._run_directory = None if self.run is None else RunDirectory(self.run, exists)
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
         self._loss_meter = LossMeter(step.config.hides_samples)
         self._run_state = RunState(step, self.model, self._loss_meter, self._callbacks, seed, save)
         self._timer = PhaseTimer()
+        self._end_validated: int | None = None  # updates of the last validation at an end inside an epoch
         self._noted_loading = False  # the note about slow loading was written
         self._complete = True  # from now on, attributes are checked when they are assigned
 
@@ -123,7 +129,7 @@ class Trainer(CheckedAttributes):
         fast_dev_run: bool = False,
     ) -> FitResult:
         """Train up to a total number of epochs or updates, and return the reason for the end, the counters and the
-        metrics of the last epoch.
+        metrics of the last epoch, or of the validation at the end.
 
         A first Ctrl-C (SIGINT) saves a checkpoint and returns, and the script goes on after `fit`. A script that is to
         end then, with the usual exit code:
@@ -133,10 +139,11 @@ class Trainer(CheckedAttributes):
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
         by `sw.already_sharded`.
-        validate: validation batches, evaluated after every epoch; None (default) for no validation.
+        validate: validation batches, evaluated after every epoch, and at the end of a training that ends inside an
+        epoch, unless a signal or the loader stops it; None (default) for no validation.
         epochs, updates: exactly one is given. Epochs and updates of a resumed run or of an earlier call count.
         resume: True to continue from the newest checkpoint in the run directory, if there is one.
-        overfit_batches: use only this number of batches, the first of epoch 0, in every epoch, in the same order.
+        overfit_batches: use only this number of batches, those of the first epoch, in every epoch, in the same order.
         fast_dev_run: True for a test run: an epoch that has only the samples of its first update, and a validation with
         one batch. It writes no files and does not resume; epochs and updates are ignored. The update is a real one: it
         changes the parameters and counts, so make a new step for the training.
@@ -185,6 +192,12 @@ class Trainer(CheckedAttributes):
                         self._callbacks.emit("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._stopping.synchronize()
 
+            if validate is not None and self._ends_unvalidated():
+                if not metrics and self._files is not None and savable(self.step):
+                    self.save()  # an error in the first validation, as in a metric, must not cost the updates
+                with self._stopping.epoch(data):
+                    metrics = self._validate_end(data, validate)
+                    self._stopping.synchronize()
             done = "fast_dev_run is done" if self.fast_dev_run else until.done()
             stop = self._stopping.stop or StopRequest(done)
             self._end(stop.reason, data)
@@ -229,7 +242,7 @@ class Trainer(CheckedAttributes):
         costs = {"phases": self._timer.read(data.seconds_waited), "memory": peak_memory(self.device)}
         if not self._loss_meter.hides_samples:
             line = {"samples": counters.samples, **line}
-        self.write("train", epoch=self._epoch, update=counters.updates, **line, **costs)
+        self.write("train", epoch=self._epoch + 1, update=counters.updates, **line, **costs)
         if self._noted_loading:
             return
         # One note if most of the time is spent waiting for the loader; not for the first batch, when workers start.
@@ -250,14 +263,13 @@ class Trainer(CheckedAttributes):
         if not self._loss_meter.has_updates_in_epoch:
             self._check_samples_are_carried()
         metrics = {} if validate is None else self._validate(data, validate)
-        epoch = self._epoch
-        self._epoch += 1
+        self._epoch += 1  # its number in the log, where epochs count from 1
         data.seek(DataPosition())
         done = self.step.counters.updates
         trained = self._loss_meter.read_epoch()
-        self.write("epoch", epoch=epoch, update=done, **trained)
+        self.write("epoch", epoch=self._epoch, update=done, **trained)
         if validate is not None:
-            self.write("validation", epoch=epoch, update=done, **metrics)
+            self.write("validation", epoch=self._epoch, update=done, **metrics)
         losses = {"loss": trained["loss"], "train_loss": trained["loss"]} if "loss" in trained else {}
         return {**losses, **metrics}
 
@@ -267,7 +279,7 @@ class Trainer(CheckedAttributes):
         if self.fast_dev_run or not carried:
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
-                f"epoch {self._epoch}, and tail={self.step.tail!r}. Use a smaller samples=, or tail='update' or "
+                f"epoch {self._epoch + 1}, and tail={self.step.tail!r}. Use a smaller samples=, or tail='update' or "
                 "tail='carry'."
             )
 
@@ -276,6 +288,28 @@ class Trainer(CheckedAttributes):
         if self.fast_dev_run:
             batches = islice(batches, 1)
         return self._evaluator.evaluate(self._stopping.batches(batches, data))
+
+    def _ends_unvalidated(self) -> bool:
+        """True if the training ends inside an epoch, with updates that no validation has seen.
+
+        After a signal, or if the loader has stopped it, the resumed run validates at its end.
+        """
+        stop = self._stopping.stop
+        if stop is not None and stop.is_interruption:
+            return False
+        return self._loss_meter.has_updates_in_epoch and self._end_validated != self.step.counters.updates
+
+    def _validate_end(self, data: ResumableLoader, validate: Iterable[Any]) -> dict[str, float]:
+        """Validate inside an epoch, write a log line and return the metrics."""
+        metrics = self._validate(data, validate)
+        self._end_validated = self.step.counters.updates
+        # A longer training has no validation here, so that a resumed log must not contain this line. It is written
+        # before the checkpoint nevertheless, because loggers are closed at the end.
+        if self._files is not None:
+            self._files.exclude_from_checkpoints()
+        self.write("validation", epoch=self._epoch + 1, update=self._end_validated, **metrics)
+        self._progress.line(f"validation after update {self._end_validated}  {format_values(metrics)}")
+        return metrics
 
     def _end(self, reason: str, data: ResumableLoader) -> None:
         """Run on_fit_end, write the last log lines, and wait for the checkpoint and for all ranks."""
@@ -413,6 +447,7 @@ class Trainer(CheckedAttributes):
         if self.step.privacy is not None:
             self.step.privacy.open(self._run_files().directory)  # before the state, which may be older than the log
         self._run_state.load(state, self._loader)
+        self._end_validated = None  # its line is cut off the log
         self._epoch = state["trainer"]["epoch"]
         return state["trainer"]["log_bytes"]
 

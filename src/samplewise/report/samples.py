@@ -156,7 +156,7 @@ class RepeatedIds:
         return [
             f"Ids repeat within an epoch: {self._repeated_rows:,} of {self._rows:,} rows have an id that occurred "
             f"before in the epoch. For example, {example['values']!r} occurs {example['counts']:,} times in epoch "
-            f"{example['epoch']}. Unless samples are drawn with replacement, several samples share an id and are "
+            f"{example['epoch'] + 1}. Unless samples are drawn with replacement, several samples share an id and are "
             "treated as one: sw.Indexed(dataset) gives each sample a unique id."
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from samplewise.step.config import (
     FunctionalOptimizer,
     Rule,
     StepConfig,
-    Tail,
     as_optimizer,
     as_record,
     check_order,
@@ -43,6 +42,9 @@ from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, BatchLayouts, Counters
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import Chain, Transforms, as_chain
+
+if TYPE_CHECKING:
+    from samplewise.step.config import Tail  # jedi 0.20, TAB in notebooks, fails at properties of type Literal
 
 
 class Step(CheckedAttributes):
@@ -204,6 +206,9 @@ class Step(CheckedAttributes):
         arguments = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
         arguments += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
         return f"Step({', '.join(names + arguments)})"
+
+    def __dir__(self) -> Iterable[str]:
+        return [name for name in super().__dir__() if name != "config"]  # read by the package only
 
     # --- updates ---------------------------------------------------------------------------------------------------
 

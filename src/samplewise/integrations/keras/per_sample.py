@@ -208,8 +208,8 @@ class BatchSplitter:
     """Separates ids, and other columns of the ledger, from the inputs of a model."""
 
     def __init__(self, model: Any, ledger: Ledger | None):
-        self._id = None if ledger is None else ledger.keys["id"]
-        recorded = set() if ledger is None else set(ledger.keys.values())
+        self._id = None if ledger is None else ledger._keys["id"]
+        recorded = set() if ledger is None else set(ledger._keys.values())
         structure = getattr(model, "input", None)  # of a functional model
         inputs = {tensor.name for tensor in getattr(model, "inputs", None) or ()}
         inputs |= set(structure) if isinstance(structure, dict) else set()

@@ -303,7 +303,7 @@ class ReplayedLoader:
         if self._once and self._epoch not in (None, epoch):
             raise BatchError(
                 f"a loader must be iterable once per epoch; found a {type(self._loader).__name__}, which is exhausted "
-                f"after epoch {self._epoch}. Pass a list or a DataLoader, or train for one epoch."
+                f"after epoch {self._epoch + 1}. Pass a list or a DataLoader, or train for one epoch."
             )
         self._epoch = epoch
         self.order = OrderChecker()

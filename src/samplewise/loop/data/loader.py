@@ -212,7 +212,7 @@ class ResumableLoader:
         """Raise BatchError for an epoch without batches, unless it was resumed at its end."""
         if at.batches == 0 and at.start == 0:
             subject = "an evaluation" if self.in_use else "an epoch"
-            where = "" if self.in_use else f" in epoch {number}"
+            where = "" if self.in_use else f" in epoch {number + 1}"
             raise BatchError(
                 f"{subject} must have at least one batch; found none{where}. Check the loader: a generator is empty "
                 "after its first use, and drop_last=True drops a dataset smaller than one batch."
@@ -257,13 +257,13 @@ class ResumableLoader:
         before = saved[collectives.rank()] if as_many else saved[0]
         if any(position.is_inside_epoch for position in positions):
             remedy = (
-                f"Resume with the data of the checkpoint until epoch {epoch} has ended (epochs={epoch + 1}) and change "
-                "it then, or start a new run directory."
+                f"Resume with the data of the checkpoint until epoch {epoch + 1} has ended (epochs={epoch + 1}) and "
+                "change it then, or start a new run directory."
             )
             self._check_same(before, self.data, remedy, ignore=() if as_many else ("batch size", "sharded"))
         elif (changes := differences(before, self.data)) and collectives.rank() == 0:
             warnings.warn(
-                f"the run is resumed at the beginning of epoch {epoch} with other data than it was saved with: "
+                f"the run is resumed at the beginning of epoch {epoch + 1} with other data than it was saved with: "
                 f"{join_words(changes)}. Earlier epochs used the saved data, the epochs from here on use the new data.",
                 TrainingWarning,
                 stacklevel=2,
