@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from samplewise.core.batches import copied, keep_whole, map_leaves
 from samplewise.core.closure_state import CallSnapshot, state_restored
@@ -83,8 +83,9 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     orders: a different loss means that samples interact. Works on a copy; the model is not changed.
     """
     check_model(model, "sw.check(model, loss_fn, batch)")
-    if isinstance(batch, DataLoader):
-        raise TypeError("batch must be one batch; found a DataLoader. Pass next(iter(loader)).")
+    if isinstance(batch, (DataLoader, Dataset, Iterator)):
+        remedy = "next(iter(DataLoader(dataset, batch_size=8)))" if isinstance(batch, Dataset) else "next(iter(loader))"
+        raise TypeError(f"batch must be one batch; found a {type(batch).__name__}. Pass {remedy}.")
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     model_copy = copy.deepcopy(model).double()
     batch = keep_whole(map_leaves(batch, _as_double), constants_of(loss_fn))

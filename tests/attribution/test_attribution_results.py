@@ -119,7 +119,7 @@ def test_wrong_arguments(trained, arguments, message):
 
 
 def test_a_run_without_checkpoints(tmp_path):
-    with pytest.raises(CheckpointError, match="attribution needs a trained model: a run directory with a readable"):
+    with pytest.raises(CheckpointError, match="a run must be a directory with a readable checkpoint of a trained"):
         run_attribute(Path(tmp_path))
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from samplewise.attribution.methods import Scores, method_named
 from samplewise.attribution.ordered_samples import OrderedSamples
-from samplewise.attribution.subject import Outcomes, Subject, check_queries, read_runs
+from samplewise.attribution.subject import Outcomes, Subject, check_queries
 from samplewise.core.files import absolute, sha256, write_bytes, write_json
 from samplewise.core.losses import LossFn
 from samplewise.core.state import eval_mode
@@ -36,6 +36,7 @@ from samplewise.dataset_pass import parameters_kept
 from samplewise.ledger.files import load_pyarrow, write_parquet
 from samplewise.ledger.previews import dataset_names
 from samplewise.ledger.rows import array_from_tensor
+from samplewise.loop.checkpoint.trained import read_runs
 from samplewise.report.attribution import (
     MAX_QUERIES,
     AttributionPage,

@@ -197,7 +197,7 @@ class Mean:
         self.function = function
         self.name = name
         argument = _second_argument(function)
-        self._target = Target(name, argument) if argument in TARGETS else None
+        self._target = Target(f"metric {name!r}", argument) if argument in TARGETS else None
         self.reset()
 
     def update(self, outputs: Any, batch: Any) -> None:
@@ -230,14 +230,17 @@ class Mean:
 
 
 class Target:
-    """Target of batches, for the metric `name`: what its second argument gets.
+    """Target of batches, such as the second argument of a metric.
 
-    argument: name of that argument, which decides if a batch has several targets
+    owner: what needs it, for error messages
+    argument: name of the entry that is used if a batch has several targets
+    remedy: for batches without a target
     """
 
-    def __init__(self, name: str, argument: str):
-        self._name = name
+    def __init__(self, owner: str, argument: str, remedy: str = ""):
+        self._owner = owner
         self._argument = argument
+        self._remedy = remedy or "Use a function (outputs, batch), or an object with update(outputs, batch)."
 
     def of(self, batch: Any) -> Any:
         """The entry with a name in `TARGETS`; for other tuples and lists (x, y, ...) the second element."""
@@ -252,9 +255,8 @@ class Target:
         if not named and isinstance(batch, (tuple, list)) and len(batch) > 1:
             return batch[1]
         raise BatchError(
-            f"metric {self._name!r} needs the target of a batch: the second element of (x, y, ...), or one entry named "
-            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. Use a function "
-            "(outputs, batch), or an object with update(outputs, batch)."
+            f"{self._owner} needs the target of a batch: the second element of (x, y, ...), or one entry named "
+            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. {self._remedy}"
         )
 
 
@@ -286,7 +288,7 @@ class MetricAdapter:
     def __init__(self, metric: Any, name: str, device: torch.device):
         self.metric = metric.to(device) if hasattr(metric, "to") else metric
         self._wants_batch = "batch" in inspect.signature(metric.update).parameters
-        self._target = Target(name, _second_argument(metric.update))
+        self._target = Target(f"metric {name!r}", _second_argument(metric.update))
 
     def update(self, outputs: Any, batch: Any) -> None:
         self.metric.update(outputs, self.targets(batch))
