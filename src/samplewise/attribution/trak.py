@@ -65,8 +65,8 @@ def trak(
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     "models must be a model, or models in a list or generator, each with its own parameters; found "
-                    f"{type(model).__name__}. For the checkpoints of a run, load each into a copy of the model, or call "
-                    "sw.attribution.attribute(..., method='trak')."
+                    f"{type(model).__name__}. For the checkpoints of a run, load each into a copy of the model, or "
+                    "call sw.attribution.attribute(..., method='trak')."
                 )
             number = store.fill(model, output_fn, train, returns="outputs", microbatch=microbatch)
             if number in projected:

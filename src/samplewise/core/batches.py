@@ -302,6 +302,29 @@ def pick(batch: Any, key: Hashable) -> Any:
         raise BatchError(f"the batch must hold {key!r}; found {_contents(batch)}. {remedy}") from None
 
 
+def pick_ids(batch: Any) -> Any:
+    """Ids of the samples of a batch: its entry "id". For a tuple or list (x, y, ...) without one, the only further
+    column of strings, such as file names; they must differ, because samples with one id count as one sample.
+    """
+    columns: list[Any] = []
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "id"):
+        columns = [column for column in batch[2:] if is_text(column)]
+    if len(columns) != 1:
+        return pick(batch, "id")
+    if len(set(columns[0])) < len(columns[0]):
+        value = next(value for k, value in enumerate(columns[0]) if value in columns[0][:k])
+        raise BatchError(
+            f"strings in a batch (x, y, ...) must differ to be used as ids; found {value!r} for several samples. "
+            f"{_ID_REMEDY}"
+        )
+    return columns[0]
+
+
+def is_text(column: Any) -> bool:
+    """True for a list or tuple of strings, such as file names of the samples."""
+    return isinstance(column, (list, tuple)) and bool(column) and all(isinstance(value, str) for value in column)
+
+
 _ID_REMEDY = (
     "Wrap the dataset, DataLoader(sw.Indexed(dataset), ...), which adds the index of each sample as 'id'; or, if the "
     "samples have ids, pass their key in the batch, for example sw.Ledger(id=2)."

@@ -240,7 +240,8 @@ def _train_card(sample: ShownSample, score: str, largest: float, preview: Previe
 
 
 def _card(name: str, preview: Preview, lines: str) -> str:
-    return f'<div class="card">{as_html(preview)}<strong>{text(name)}</strong>{lines}</div>'
+    title = f"{name} {preview.get('name', '')}".rstrip()
+    return f'<div class="card">{as_html(preview)}<strong>{text(title)}</strong>{lines}</div>'
 
 
 def _label_line(label: str | None) -> str:
