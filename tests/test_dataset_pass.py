@@ -3,6 +3,7 @@
 import pytest
 import torch
 from plain_loop import batches, loss_fn, make
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import samplewise as sw
@@ -13,7 +14,7 @@ DATASET = TensorDataset(X, Y)
 LOADER = batches(X, Y, 4)
 
 
-def new_step():
+def new_step(loss_fn=loss_fn):
     model = make()[0]
     return sw.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
 
@@ -58,3 +59,45 @@ def test_a_dataset_in_place_of_a_loader(name, tmp_path):
 def test_check_takes_one_batch(batch):
     with pytest.raises(TypeError, match=r"must be one batch; found a (TensorDataset|list_iterator)\. Pass next\(iter"):
         sw.check(MODEL, loss_fn, batch)
+
+
+def squared_error(model, batch):
+    return (model(batch[0])[:, 0] - batch[1]).square()
+
+
+SAMPLES = {
+    "tensors": [(x, y) for x, y in zip(X, Y, strict=True)],
+    "numbers": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
+    "lists": [(x.tolist(), int(y)) for x, y in zip(X, Y, strict=True)],
+    "vectors": [(x, y[None]) for x, y in zip(X, Y, strict=True)],
+}
+
+
+@pytest.mark.parametrize("losses", [squared_error, nn.CrossEntropyLoss()], ids=["function", "criterion"])
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_single_samples_in_place_of_batches(samples, losses):
+    shape = r"\(1,\)" if samples == "vectors" else r"\(\)"
+    message = (
+        rf"must yield batches, .* entries of shape \(5,\) and {shape}, which look like a single sample, and \w+ in"
+    )
+    for consume in (
+        lambda data: next(new_step(losses).over(data)),
+        lambda data: next(sw.scan(MODEL, losses, data)),
+        lambda data: sw.Trainer(new_step(losses), None).evaluate(data),
+    ):
+        with pytest.raises(sw.BatchError, match=message):
+            consume(iter(SAMPLES[samples]))
+
+
+def test_other_errors_of_a_loss_function_stay():
+    def fails(model, batch):
+        raise TypeError("my own")
+
+    for batch in (
+        (X, Y),
+        (X, Y, 0.5),  # a constant beside samples
+        {"nodes": X, "edges": torch.ones(2, 7), "labels": Y[:3]},
+        X,
+    ):
+        with pytest.raises(TypeError, match=r"^my own$"):
+            next(sw.scan(MODEL, fails, [batch]))

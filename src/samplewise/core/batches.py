@@ -342,6 +342,33 @@ def _contents(batch: Any) -> str:
     return type(batch).__name__
 
 
+# Errors of a loss function whose batch has no dimension of samples. RuntimeError is not among them: torch raises it
+# when memory is exhausted, which has other remedies.
+SHAPE_ERRORS = (IndexError, TypeError, AttributeError, ValueError)
+
+
+def check_batch(batch: Any, error: Exception) -> None:
+    """Raise BatchError from the error of a loss function if the batch looks like a single sample: some entries are
+    numbers, such as the label of (x, y), or all are 1-D, and no two of them have the same number of rows.
+    """
+    shapes = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            shapes.append(tuple(leaf.shape))
+        elif isinstance(leaf, (int, float)) or _is_list_of_values(leaf):
+            shapes.append((len(leaf),) if isinstance(leaf, (list, tuple)) else ())
+    rows = [shape[0] for shape in shapes if shape]
+    is_sample = () in shapes or all(len(shape) == 1 for shape in shapes)
+    if isinstance(error, BatchError) or len(shapes) < 2 or len(set(rows)) < len(rows) or not is_sample:
+        return
+    raise BatchError(
+        "a loader must yield batches, whose entries have one row per sample; found entries of shape "
+        f"{' and '.join(map(str, shapes))}, which look like a single sample, and {type(error).__name__} in the loss "
+        f"function: {str(error).rstrip('.')}. Pass DataLoader(dataset, batch_size=64), or yield batches of one sample, "
+        "(x[None], y[None])."
+    ) from error
+
+
 def check_loader(loader: Any) -> None:
     """Raise BatchError for an object that is not an iterable of batches: a single batch, or a dataset, whose items are
     single samples.

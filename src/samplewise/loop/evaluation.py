@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import check_loader, concat, length, to_device
+from samplewise.core.batches import SHAPE_ERRORS, check_batch, check_loader, concat, length, to_device
 from samplewise.core.losses import Criterion, per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.state import eval_mode, fork_rng
@@ -67,9 +67,13 @@ class Evaluator:
         with self._eval_mode(), outputs:
             for batch in batches:
                 outputs.clear()
-                with self._step._precision.autocast(self._device):
-                    losses, counts = per_sample(self._step.loss_fn(self._model, batch))
-                check_one_per_sample(losses)
+                try:
+                    with self._step._precision.autocast(self._device):
+                        losses, counts = per_sample(self._step.loss_fn(self._model, batch))
+                    check_one_per_sample(losses)
+                except SHAPE_ERRORS as error:
+                    check_batch(batch, error)
+                    raise
                 mean.add(losses, counts)
                 for metric in self._metrics.values():
                     metric.update(outputs.last("metrics use the outputs of the model", "remove the metrics"), batch)
@@ -220,7 +224,13 @@ class Mean:
                 f"batch; found {type(answer).__name__}. A function (outputs, batch) gets the whole batch, a function "
                 "(outputs, y) the target."
             )
-        return torch.as_tensor(answer).detach()
+        values = torch.as_tensor(answer).detach()
+        if values.dim() == 0 and not (values.is_floating_point() or values.dtype == torch.bool):
+            raise ValueError(
+                f"metric {self.name!r} must return one number per sample, or one float, the mean of the batch; found "
+                f"the integer {values.item()}, as a sum or count is. Leave out .sum(), or use .float().mean()."
+            )
+        return values
 
     def compute(self) -> float:
         return self._mean.all_reduce(collectives).value()
