@@ -175,10 +175,9 @@ def sampling_plan(
 def warn_of_delta(delta: float, units: int, unit: str = "sample") -> None:
     """Warn if delta is too large for the number of units: publishing one unit at random has a delta of 1 / units."""
     if delta * units >= 1:
-        smaller = 10.0 ** -math.ceil(math.log10(units) + 1)
-        warnings.warn(
-            f"delta should be below 1 / number of {unit}s, {1 / units:.2g} for {units:,} {unit}s, because a larger one "
-            f"permits publishing whole {unit}s; found {delta:g}. Use for example {smaller:.0e}.",
+        warnings.warn(  # without the number of units, which may be a secret
+            f"delta should be below 1 / number of {unit}s, as a larger one permits publishing whole {unit}s; found "
+            f"{delta:g} for at least {math.ceil(1 / delta):,} {unit}s. Use a tenth of 1 / number of {unit}s, or less.",
             TrainingWarning,
             stacklevel=3,
         )
