@@ -236,9 +236,18 @@ def test_a_table_with_arguments_of_a_model(more):
 
 def test_representation():
     found = sw.suspects({"id": range(7), "loss": [3.0, 1.0, 2.0, 7.0, 5.0, 4.0, 6.0]})
-    assert repr(found) == "Suspects(7 samples by loss; most suspicious: 3, 6, 4, 5, 0 and 2 more)"
+    assert repr(found) == str(found)
+    assert "tensor" not in repr(found)
     found = sw.suspects({"id": ["a", "b"], "loss": [1.0, 2.0], "norm": [1.0, 2.0]}, score=["loss", "norm"])
-    assert repr(found) == "Suspects(2 samples by loss and norm; most suspicious: b, a)"
+    assert repr(found).splitlines()[0] == "most suspicious of 2 samples, by loss and norm"
+
+
+def test_a_notebook_shows_an_html_table():
+    found = sw.suspects({"id": ["a&b", "<script>"], "loss": [1.0, 2.0]})
+    assert found._repr_html_() == (
+        "<p>most suspicious of 2 samples, by loss</p><table><thead><tr><th>sample</th><th>loss</th></tr></thead><tbody>"
+        "<tr><td>&lt;script&gt;</td><td>2</td></tr><tr><td>a&amp;b</td><td>1</td></tr></tbody></table>"
+    )
 
 
 def test_data_frame(monkeypatch):

@@ -15,7 +15,7 @@ from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample, same_constants
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
-from samplewise.core.text import did_you_mean, listed, plural, render
+from samplewise.core.text import Table, Tabular, did_you_mean, plural
 from samplewise.dataset_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, Score, ScoreInputs
 from samplewise.engine.gradients import Gradients
@@ -34,7 +34,7 @@ Ids = list[Any]  # integers or strings
 
 
 @dataclass(frozen=True, repr=False)
-class Suspects:
+class Suspects(Tabular):
     """Samples with their suspicion scores.
 
     ids          (N,) ids of the samples, in the order of the data; a list if they are strings
@@ -80,17 +80,13 @@ class Suspects:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __repr__(self) -> str:
-        size = f"{plural(len(self), 'sample')} by {' and '.join(self.score_names)}"
-        return f"Suspects({size}; most suspicious: {listed(map(str, self._names(len(self))))})"
-
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         rows = []
         for name, i in zip(self._names(10), self.order.tolist(), strict=False):
             rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
         unknown_note = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
         title = f"most suspicious of {plural(len(self), 'sample')}, by {' and '.join(self.score_names)}{unknown_note}"
-        return render(("sample", *self.scores), rows, title)
+        return Table(("sample", *self.scores), rows, title)
 
 
 @overload

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from samplewise.core.text import plural
+from samplewise.core.text import Table, Tabular, plural
 from samplewise.errors import PrivacyError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
@@ -290,13 +290,17 @@ def _as_clip(value: Any) -> Clip:
 
 
 @dataclass(frozen=True)
-class Spent:
+class Spent(Tabular):
     """Privacy spent so far: (epsilon, delta) after `updates` releases; `left`: updates that are still paid for."""
 
     epsilon: float
     delta: float
     updates: int
     left: int
+
+    def _table(self) -> Table:
+        cells = [f"{self.epsilon:.4g}", f"{self.delta:g}", f"{self.updates:,}", f"{self.left:,}"]
+        return Table(["epsilon", "delta", "updates", "updates left"], [cells], "privacy spent")
 
     def __repr__(self) -> str:
         return f"({self.epsilon:.4g}, {self.delta:g})-DP after {self.updates} updates; {self.left} left"
