@@ -302,15 +302,15 @@ def pick(batch: Any, key: Hashable) -> Any:
         raise BatchError(f"the batch must hold {key!r}; found {_contents(batch)}. {remedy}") from None
 
 
-def pick_ids(batch: Any) -> Any:
-    """Ids of the samples of a batch: its entry "id". For a tuple or list (x, y, ...) without one, the only further
+def pick_column(batch: Any, key: Hashable) -> Any:
+    """As `pick`, for a column to record. The ids of a tuple or list (x, y, ...) without "id" are its only further
     column of strings, such as file names; they must differ, because samples with one id count as one sample.
     """
     columns: list[Any] = []
-    if isinstance(batch, (tuple, list)) and not hasattr(batch, "id"):
+    if key == "id" and isinstance(batch, (tuple, list)) and not hasattr(batch, "id"):
         columns = [column for column in batch[2:] if is_text(column)]
     if len(columns) != 1:
-        return pick(batch, "id")
+        return pick(batch, key)
     if len(set(columns[0])) < len(columns[0]):
         value = next(value for k, value in enumerate(columns[0]) if value in columns[0][:k])
         raise BatchError(
