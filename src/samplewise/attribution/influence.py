@@ -25,7 +25,7 @@ from samplewise.dataset_pass import at_each, check_train_and_queries, map_over_r
 from samplewise.engine.gradients import Gradients, factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.loop.checkpoint.trained import Checkpoints, as_checkpoints
+from samplewise.loop.checkpoint.trained import CheckpointSource, as_checkpoints
 from samplewise.scan import Scanner, scan
 
 ALL = ""  # name of the only part of scores that are not divided by layer
@@ -40,7 +40,7 @@ def influence(
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
-    checkpoints: Checkpoints | None = None,
+    checkpoints: CheckpointSource | None = None,
     *,
     curvature: Curvature | None = None,
     damping: float | None = None,
@@ -54,7 +54,7 @@ def influence(
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
-    checkpoints: Checkpoints | None = None,
+    checkpoints: CheckpointSource | None = None,
     *,
     curvature: Curvature | None = None,
     damping: float | None = None,
@@ -67,7 +67,7 @@ def influence(
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
-    checkpoints: Checkpoints | None = None,
+    checkpoints: CheckpointSource | None = None,
     *,
     curvature: Curvature | None = None,
     damping: float | None = None,

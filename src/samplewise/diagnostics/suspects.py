@@ -23,7 +23,7 @@ from samplewise.errors import BatchError
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
 from samplewise.ledger.files import load_pyarrow, read_ledger
-from samplewise.loop.checkpoint.trained import Checkpoints, as_checkpoints
+from samplewise.loop.checkpoint.trained import CheckpointSource, as_checkpoints
 from samplewise.loop.evaluation import OutputRecorder, Target
 from samplewise.scan import scan
 
@@ -100,7 +100,7 @@ def suspects(
     logits: Callable[[nn.Module, Any], Tensor] | None = None,
     labels: Key | None = None,
     ids: Key | None = None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: CheckpointSource | None = None,
     microbatch: Microbatch = "auto",
 ) -> Suspects: ...
 @overload
@@ -115,7 +115,7 @@ def suspects(
     logits: Callable[[nn.Module, Any], Tensor] | None = None,
     labels: Key | None = None,
     ids: Key | None = None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: CheckpointSource | None = None,
     microbatch: Microbatch = "auto",
 ) -> Suspects:
     """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training run.

@@ -24,10 +24,10 @@ from samplewise.loop.checkpoint.resume_settings import check_frozen, with_frozen
 
 NEEDED = ("model", "frozen", "loss", "meters", "trainer")  # of the state in a checkpoint
 RunPath = str | os.PathLike[str]
-Checkpoints = RunPath | Iterable[RunPath] | Iterable[Checkpoint]  # the argument `checkpoints`
+CheckpointSource = RunPath | Iterable[RunPath] | Iterable[Checkpoint]  # the argument `checkpoints`
 
 
-def as_checkpoints(model: nn.Module, checkpoints: Checkpoints | None) -> list[Checkpoint] | None:
+def as_checkpoints(model: nn.Module, checkpoints: CheckpointSource | None) -> list[Checkpoint] | None:
     """The argument `checkpoints` of a function as a list of (state_dict, weight); None stays None.
 
     A path is a run directory, whose checkpoints are all used, or one checkpoint. Weights: see `weights_of`.
