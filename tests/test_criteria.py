@@ -396,11 +396,22 @@ def test_columns_of_groups_and_of_listeners_are_accepted():
 def test_a_column_that_nothing_reads_is_refused(transforms):
     criterion, model, target = task("mse")
     message = (
-        r"a criterion needs batches \(x, y\), or further columns that a transform or the ledger reads by key; found a "
-        r"list of 4, whose column 2 nothing reads\. Name it, for example with sw\.weight\(2\), or write a loss function"
+        r"a criterion needs batches \(x, y\), or further columns that are strings, or that a transform or the ledger "
+        r"reads by key; found a list of 4, whose column 2 nothing reads\. Name it, for example with sw\.weight\(2\)"
     )
     with pytest.raises(sw.BatchError, match=message):
         sw.Step(model, sw.sgd(1.0), criterion, transforms=transforms).run([[X, target, WEIGHTS, WEIGHTS]])
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatch": 2}, {"samples": 3}, {"transforms": [sw.clip(1.0)]}])
+def test_columns_of_strings_are_ignored(options):
+    criterion, model, target = task("cross entropy")
+    other = copy.deepcopy(model)
+    names = [f"images/{k}.png" for k in range(len(X))]
+    sw.Step(model, sw.sgd(1.0), criterion, **options).run([(X, target, names, tuple(names))] * 3)
+    sw.Step(other, sw.sgd(1.0), criterion, **options).run([(X, target)] * 3)
+    for p, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, expected)
 
 
 def test_inputs_may_have_any_structure():

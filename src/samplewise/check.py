@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from samplewise.core.batches import copied, keep_whole, map_leaves
 from samplewise.core.closure_state import CallSnapshot, state_restored
 from samplewise.core.comparisons import RANDOM, changed_by_exchange, changed_by_order, loss_alone, why_not_alone
 from samplewise.core.losses import LossFn, as_loss_fn, constants_of, per_sample
-from samplewise.core.text import listed, plural, render
+from samplewise.core.text import Table, Tabular, listed, plural
 from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.strategies import jacobian_rows
@@ -46,8 +46,8 @@ class ParameterCheck:
 
 
 @dataclass(frozen=True, repr=False)
-class Check:
-    """Result of `sw.check`. print() shows a table with one line per parameter; `ok` is True if everything agrees."""
+class Check(Tabular):
+    """Result of `sw.check`, shown as a table with one line per parameter; `ok` is True if everything agrees."""
 
     samples: int
     lines: list[ParameterCheck] = field(default_factory=list)
@@ -59,21 +59,13 @@ class Check:
     def ok(self) -> bool:
         return self.refusal is None and not self.interacts and all(line.ok for line in self.lines)
 
-    def __repr__(self) -> str:
-        errors = [error for line in self.lines for error in line.errors.values()]
-        size = f"{plural(self.samples, 'sample')}, {plural(len(self.lines), 'parameter')}"
-        largest = f", largest relative error {max(errors):.0e}" if errors else ""
-        return f"Check({'ok' if self.ok else 'NOT OK'}: {size}{largest}; print it for details)"
-
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         quantities = list(self.lines[0].errors) if self.lines else []
         rows = [line.cells() for line in self.lines]
         outcome = "ok" if self.ok else "NOT OK"
-        text = f"engine vs. one backward pass per sample, float64, {plural(self.samples, 'sample')}: {outcome}"
-        if rows:
-            text = render(("parameter", "shape", "largest norm", *quantities, ""), rows, text)
+        title = f"engine vs. one backward pass per sample, float64, {plural(self.samples, 'sample')}: {outcome}"
         refusal = [f"refused: {self.refusal}"] if self.refusal else []
-        return "\n".join([text, *refusal, *self.notes])
+        return Table(("parameter", "shape", "largest norm", *quantities, ""), rows, title, [*refusal, *self.notes])
 
 
 def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
@@ -83,8 +75,9 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     orders: a different loss means that samples interact. Works on a copy; the model is not changed.
     """
     check_model(model, "sw.check(model, loss_fn, batch)")
-    if isinstance(batch, DataLoader):
-        raise TypeError("batch must be one batch; found a DataLoader. Pass next(iter(loader)).")
+    if isinstance(batch, (DataLoader, Dataset, Iterator)):
+        remedy = "next(iter(DataLoader(dataset, batch_size=8)))" if isinstance(batch, Dataset) else "next(iter(loader))"
+        raise TypeError(f"batch must be one batch; found a {type(batch).__name__}. Pass {remedy}.")
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     model_copy = copy.deepcopy(model).double()
     batch = keep_whole(map_leaves(batch, _as_double), constants_of(loss_fn))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from samplewise.core.batches import check_loader
 from samplewise.core.text import with_progress
 from samplewise.engine.ownership.independence import storage_of
 from samplewise.parallel import collectives
@@ -58,7 +59,8 @@ def _check_copies(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def check_order(loader: Iterable[Any], remedy: str) -> None:
-    """Raise if the loader shuffles: samples are identified by their index in the dataset."""
+    """Raise if this is no loader, or if it shuffles: samples are identified by their index in the dataset."""
+    check_loader(loader)
     if any(isinstance(sampler, SHUFFLING) for sampler in _samplers(loader)):
         raise ValueError(f"the loader must keep the order of its dataset; found one that shuffles. {remedy}")
 
@@ -75,8 +77,8 @@ def check_repeatable(loader: Iterable[Any], name: str) -> None:
 def check_train_and_queries(train: Iterable[Any], queries: Iterable[Any]) -> None:
     """Raise if scores of training samples for queries would not be in the order of the datasets."""
     for loader, name in ((train, "train"), (queries, "queries")):
-        check_repeatable(loader, name)
         check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
+        check_repeatable(loader, name)
 
 
 def map_over_ranks(

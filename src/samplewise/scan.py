@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import check_loader, copied, cut, keep_whole, length
+from samplewise.core.batches import SHAPE_ERRORS, check_batch, check_loader, copied, cut, keep_whole, length
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.comparisons import difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, constants_of, per_sample
@@ -97,9 +97,13 @@ class Scanner:
             state.restore()
 
     def _losses(self, microbatch: Any) -> Tensor:
-        with torch.enable_grad():
-            losses = per_sample(self._loss_fn(self._model, microbatch))[0]
-        check_attached(losses)
+        try:
+            with torch.enable_grad():
+                losses = per_sample(self._loss_fn(self._model, microbatch))[0]
+            check_attached(losses)
+        except SHAPE_ERRORS as error:
+            check_batch(microbatch, error)
+            raise
         return losses
 
     def _losses_within_budget(self, microbatch: Any, samples: int) -> Tensor | None:

@@ -78,6 +78,10 @@ def test_scores_that_were_not_written_are_nan(trained, tmp_path, monkeypatch):
     loaded = AttributionResults.load(tmp_path)
     kept = ~loaded.scores.isnan()
     assert kept.sum(1).tolist() == [4, 4]
+    best = int(results.scores[0].argmax())
+    assert repr(loaded).splitlines()[0].startswith("training samples that help each query most, by influence, of ")
+    assert repr(loaded).splitlines()[3].startswith(f"0      {results.samples[best]} ({results.scores[0, best]:.3g}), ")
+    assert loaded._repr_html_().count("<tr>") == 3
     assert torch.equal(loaded.scores[kept], results.scores[:, loaded.samples][kept])
     assert loaded.scores[0].nan_to_num(-torch.inf).max() == results.scores[0].max()
 
@@ -119,7 +123,7 @@ def test_wrong_arguments(trained, arguments, message):
 
 
 def test_a_run_without_checkpoints(tmp_path):
-    with pytest.raises(CheckpointError, match="attribution needs a trained model: a run directory with a readable"):
+    with pytest.raises(CheckpointError, match="a run must be a directory with a readable checkpoint of a trained"):
         run_attribute(Path(tmp_path))
 
 

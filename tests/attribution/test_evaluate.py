@@ -138,7 +138,9 @@ def test_lds_is_printed_beside_baselines_and_saved(tmp_path):
     scores, sets, outcomes = torch.randn(4, 10), subsets(10, 5), torch.randn(2, 5, 4)
     found = lds(scores, sets, outcomes, baselines={"loss": torch.rand(4, 10)})
     assert "ceiling" in str(found) and "random" in str(found) and "loss" in str(found)
-    assert re.fullmatch(r"LDS\(-?0.\d{3} ± 0.\d{3}, 5 subsets and 4 queries, ceiling 0.\d{3}\)", repr(found))
+    assert repr(found) == str(found)
+    assert re.match(r"LDS over 5 subsets and 4 queries, ceiling 0.\d{3}\n", repr(found))
+    assert found._repr_html_().count("<tr>") == 4
     found.save(tmp_path / "lds.json")
     saved = json.loads((tmp_path / "lds.json").read_text())
     assert saved["mean"] == found.mean and saved["ceiling"] == found.ceiling
@@ -168,7 +170,9 @@ def test_tables_of_pandas(monkeypatch):
     errors = {"these scores": 0.5, "random": 0.25}
     removed = evaluate.Removal(3, {"these scores": 1.5, "random": 0.25}, errors, per_query)
     assert removed.to_pandas().columns == {"these scores": [1.0, 2.0], "random": [0.5, 0.0]}
-    assert repr(removed) == "Removal(k=3, 2 queries, decrease: these scores 1.500 ± 0.500, random 0.250 ± 0.250)"
+    assert repr(removed).splitlines()[0] == "decrease of the output without 3 training samples, 2 queries"
+    assert repr(removed).splitlines()[-1].split() == ["random", "0.250", "0.250"]
+    assert "<td>random</td><td>0.250</td>" in removed._repr_html_()
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="to_pandas needs pandas: pip install pandas"):
         found.to_pandas()
@@ -441,7 +445,7 @@ def test_removal(tmp_path):
     assert found.decrease["these scores"] > found.decrease["random"] + 1
     assert found.decrease["these scores"] > found.decrease["other classes"] + 1
     assert "removed by" in str(found) and found.per_query["random"].shape == (6,)
-    assert repr(found).startswith(f"Removal(k={count}, 6 queries, decrease: these scores ")
+    assert repr(found).startswith(f"decrease of the output without {count} training samples, 6 queries")
     whole = retrain(make_step, training, [torch.arange(60)], asked, tmp_path / "w", **options)[0]
     kept = [row.argsort(descending=True, stable=True)[count:].sort().values for row in same_class]
     without = retrain(make_step, training, kept, asked, tmp_path / "x", **options)

@@ -80,6 +80,60 @@ def test_bad_arguments():
         sw.influence(model, loss_fn, [], [(x, y)])
     with pytest.raises(ValueError, match=r"found one that shuffles. Use shuffle=False"):
         sw.influence(model, loss_fn, DataLoader(TensorDataset(x, y), shuffle=True), [(x, y)])
+    with pytest.raises(
+        TypeError, match=r"a run directory, or a list of \(state_dict, lr\); found OrderedDict as entry 0"
+    ):
+        sw.influence(model, loss_fn, [(x, y)], [(x, y)], checkpoints=[model.state_dict()])
+
+
+def train(run, losses, model, x, y):
+    more = list(losses.parameters()) if isinstance(losses, nn.Module) else []
+    optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = sw.Step(model, optimizer, losses, scheduler=schedule)
+    save = sw.callbacks.ModelCheckpoint(every="1up")
+    sw.Trainer(step, run, [save], progress=False).fit(batches(x, y, 4), updates=2)
+
+
+def test_checkpoints_of_a_run(tmp_path):
+    model, x, y = make()
+    train(tmp_path / "run", loss_fn, model, x, y)
+    total = 0
+    for update, lr in ((1, 0.1), (2, 0.05)):
+        model.load_state_dict(sw.load_checkpoint(tmp_path / f"run/checkpoints/update-00000000{update}.ckpt")["model"])
+        jacobian = rows(model, x, y)
+        total = total + lr * jacobian[:3] @ jacobian.T
+    found = sw.influence(model, loss_fn, batches(x, y, 5), [(x[:3], y[:3])], checkpoints=str(tmp_path / "run"))
+    torch.testing.assert_close(found, total)
+    # One checkpoint has the weight 1, as in `attribute`.
+    newest = sw.influence(
+        model, loss_fn, [(x, y)], [(x[:3], y[:3])], checkpoints=tmp_path / "run/checkpoints/update-000000002.ckpt"
+    )
+    torch.testing.assert_close(newest, jacobian[:3] @ jacobian.T)
+
+
+def test_runs_that_cannot_be_used(tmp_path):
+    model, x, y = make()
+    data = [(x, y)]
+    with pytest.raises(sw.CheckpointError, match=r"a readable checkpoint of a trained model; found none in .*none"):
+        sw.influence(model, loss_fn, data, data, checkpoints=tmp_path / "none")
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, model, batch):
+            return self.scale * loss_fn(model, batch)
+
+    losses = Loss()
+    train(tmp_path / "run", losses, model, x, y)
+    with pytest.raises(sw.CheckpointError, match=r"a loss without weights; found weights of the loss in .*ckpt"):
+        sw.influence(model, losses, data, data, checkpoints=tmp_path / "run")
+    other = make(classes=4)[0]
+    train(tmp_path / "other", loss_fn, other, x, y)
+    with pytest.raises(sw.CheckpointError, match=r"the model must be the one that was trained; found '2\.weight'"):
+        sw.influence(model, loss_fn, data, data, checkpoints=tmp_path / "other")
 
 
 # ------------------------------------------------------------- cosine, layers, curvature

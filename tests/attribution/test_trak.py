@@ -112,6 +112,9 @@ def test_refusals(tmp_path):
         sw.trak([model, model], sw.attribution.margin, train, train, 16)
     with pytest.raises(ValueError, match="models must be a model, or at least one model in a list; found none"):
         sw.trak([], sw.attribution.margin, train, train, 16)
+    for run in ("runs/a", ["runs/a"]):
+        with pytest.raises(TypeError, match=r"models must be a model, .*; found str\. For the checkpoints of a run"):
+            sw.trak(run, sw.attribution.margin, train, train, 16)
     with pytest.raises(ValueError, match="train must be a loader or a list, because it is iterated more than once"):
         sw.trak(model, sw.attribution.margin, iter(train), train, 16)
     with pytest.raises(sw.LossesError, match=r"output_fn must return outputs \(B,\), or \(outputs, weights\); found"):

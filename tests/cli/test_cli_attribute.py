@@ -501,7 +501,7 @@ def test_a_private_run_is_mentioned(run):
         (["--damping", "-1", "--method", "trak"], "must be a positive number; found -1.0."),
         (["--method", "ekfac", "--checkpoints", "2"], "checkpoints must be one with method ekfac; found 2."),
         (["--method", "ekfac", "--run", "a", "--run", "b"], "run must be one with method ekfac; found 2."),
-        (["--run", "nowhere"], "attribution needs a trained model: a run directory with a readable checkpoint; found"),
+        (["--run", "nowhere"], "a run must be a directory with a readable checkpoint of a trained model; found"),
         (["--top", "0"], "Input should be greater than or equal to 1."),
         (["--to", "recipe.py"], "must be a directory that can be written to; found"),
         (["--trust", "."], "lds.json must be the JSON file that LDS.save of samplewise.attribution.evaluate writes"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from recipes import command, one_line
 
+from samplewise.errors import TrainingWarning
 from samplewise.privacy.accounting import Releases, calibrate, epsilon
 
 SETTING = ["--delta", 1e-5, "--dataset-size", 1000, "--batch", 200]  # cheap to compute
@@ -78,7 +79,11 @@ def test_the_curve_is_drawn(name):
         (["--epsilon", 1, "--noise-multiplier", 2, "--updates", 9], "--epsilon: give one of --epsilon and "),
         (["--epsilon", 1], "--epochs: give one of --epochs and --updates; found neither."),
         (["--epsilon", 1, "--epochs", 1, "--updates", 9], "--epochs: give one of --epochs and --updates; found both."),
-        (["--epsilon", 1, "--epochs", 0], "--epochs: must be a positive number; found 0.0."),
+        (
+            ["--epsilon", 1, "--epochs", 1, "--sample-rate", 0.1],
+            "--batch: give one of --batch and --sample-rate; found b",
+        ),
+        (["--epsilon", 1, "--epochs", 0], "--epochs: epochs must be a positive number; found 0.0."),
         (["--epsilon", -1, "--epochs", 1], "--epsilon: epsilon must be a finite number > 0; found -1.0."),
         (["--epsilon", 1e9, "--epochs", 1, "--accountant", "rdp"], "--epsilon: epsilon must be one that a noise "),
         (["--epsilon", 1, "--epochs", 1, "--delta", 2], "--delta: delta must be a number in (0, 1); found 2.0."),
@@ -96,8 +101,30 @@ def test_bad_options_get_one_line(options, message):
 
 
 def test_missing_options_are_named():
-    result = command("privacy", "--epsilon", 1, "--delta", 1e-5, "--dataset-size", 100)
-    assert one_line(result) == "samplewise: Missing option '--batch'."
+    result = command("privacy", "--epsilon", 1, "--delta", 1e-5, "--dataset-size", 100, "--updates", 9)
+    assert one_line(result).endswith("for --batch: give one of --batch and --sample-rate; found neither.")
+    result = command("privacy", "--epsilon", 1, "--delta", 1e-5, "--batch", 100, "--updates", 9)
+    assert one_line(result).endswith("for --dataset-size: --batch needs --dataset-size; found none.")
+
+
+def test_a_sample_rate():
+    options = ["--noise-multiplier", 10, "--delta", 1e-5, "--sample-rate", 0.2, "--epochs", 20]
+    table = rows(command("privacy", *options).stdout)
+    assert table["sample rate"] == ["0.2"]
+    assert table["public divisor"] == ["sample rate × number of samples"]
+    expected = rows(command("privacy", "--noise-multiplier", 10, *SETTING, "--updates", 100).stdout)
+    assert table["updates"] == expected["updates"]
+    assert table["epsilon, PLD"] == expected["epsilon, PLD"]
+    sized = rows(command("privacy", *options, "--dataset-size", 1002).stdout)
+    assert sized["sample rate"] == ["0.2 (200.4 of 1,002 samples)"]
+
+
+def test_a_delta_that_is_too_large():
+    with pytest.warns(
+        TrainingWarning, match=r"delta should be below 1 / number of samples, .*; found 0\.01 for at least 100 sam"
+    ):
+        result = command("privacy", "--noise-multiplier", 10, *SETTING, "--updates", 3, "--delta", 0.01)
+    assert result.exit_code == 0
 
 
 def test_a_curve_that_cannot_be_written():

@@ -23,12 +23,27 @@ def test_private_training(recipe):
     assert not Path("runs/recipe/privacy.key").exists()
 
 
+def test_a_rate_is_a_batch_size(recipe):
+    """The recipe has 60 samples."""
+    plans = []
+    for k, options in enumerate((("--batch", 15, "--epochs", 2), ("--sample-rate", 0.25, "--updates", 8))):
+        result = command("train", recipe(HEALTHY), *PRIVATE[:4], *PRIVATE[6:], *options, "--run", f"runs/{k}")
+        assert result.exit_code == 0, result.output
+        plans.append(result.stdout.splitlines()[:2])
+    assert plans[0] == plans[1]
+    assert "8 updates of Poisson samples, rate 0.25" in plans[0][1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "output"),
     [
-        (("--epsilon", 3), "--epsilon needs --delta, --batch and --clip; found no --delta"),
+        (("--epsilon", 3), "--epsilon needs --delta, --clip, and --batch or --sample-rate; found no --delta"),
         (("--epsilon", 3, "--delta", 1e-5, "--batch", 8), "found no --clip"),
-        (("--delta", 1e-5), "--delta and --batch must be used with --epsilon"),
+        (("--delta", 1e-5), "--delta, --batch and --sample-rate must be used with --epsilon"),
+        (("--sample-rate", 0.1), "--delta, --batch and --sample-rate must be used with --epsilon"),
+        ((*PRIVATE, "--sample-rate", 0.1), "--batch: give one of --batch and --sample-rate; found both"),
+        ((*PRIVATE[:4], "--clip", 1.0), "--batch: give one of --batch and --sample-rate; found neither"),
+        ((*PRIVATE[:4], "--clip", 1.0, "--sample-rate", 2), "--sample-rate: sample_rate must be a number in (0, 1]"),
         ((*PRIVATE[:4], "--batch", 10**6, "--clip", 1.0), "must be at most"),
         ((*PRIVATE, "--ledger"), "--ledger cannot be used with --epsilon: the guarantee does not cover losses"),
         *[

@@ -224,4 +224,10 @@ def test_bad_arguments():
 
 
 def test_representation():
-    assert repr(Noise(trace=200.0, signal=0.25)) == "Noise(scale=800, trace=200, signal=0.25)"
+    noise = Noise(trace=200.0, signal=0.25)
+    assert repr(noise) == "Noise(scale=800, trace=200, signal=0.25)"
+    assert "<tr><td>800</td><td>200</td><td>0.25</td></tr>" in noise._repr_html_()
+    running = sw.NoiseScale()
+    assert repr(running) == "NoiseScale(decay=0.99)"
+    running.add(torch.ones(3), 0.5)
+    assert repr(running) == f"NoiseScale(decay=0.99, {running.value!r})"

@@ -75,8 +75,11 @@ def test_average_linkage(seed):
 
 
 def test_representation():
-    assert repr(linear(FANS)) == "Similarity(7 samples, cosines of pairs -1.00 to 1.00)"
-    assert repr(linear([[1.0, 0.0]])) == "Similarity(1 sample)"
-    assert repr(Similarity(torch.tensor([[0.5, -0.25]]), symmetric=False)) == (
-        "Similarity(1 × 2 samples, cosines of pairs -0.25 to 0.50)"
-    )
+    lines = repr(linear(FANS)).splitlines()
+    assert lines[0] == "gradients of 7 samples: most similar and most opposed pairs"
+    assert lines[1].split() == ["sample", "sample", "cosine"]
+    assert lines[3].split()[2] == "0.995" and lines[-1].split()[2] == "-1.000"
+    assert repr(linear([[1.0, 0.0]])) == "gradients of 1 sample: most similar and most opposed pairs"
+    found = Similarity(torch.tensor([[0.5, -0.25]]), symmetric=False)
+    assert repr(found).splitlines()[0].startswith("gradients of 1 × 2 samples")
+    assert found._repr_html_().count("<tr>") == 3

@@ -236,9 +236,18 @@ def test_a_table_with_arguments_of_a_model(more):
 
 def test_representation():
     found = sw.suspects({"id": range(7), "loss": [3.0, 1.0, 2.0, 7.0, 5.0, 4.0, 6.0]})
-    assert repr(found) == "Suspects(7 samples by loss; most suspicious: 3, 6, 4, 5, 0 and 2 more)"
+    assert repr(found) == str(found)
+    assert "tensor" not in repr(found)
     found = sw.suspects({"id": ["a", "b"], "loss": [1.0, 2.0], "norm": [1.0, 2.0]}, score=["loss", "norm"])
-    assert repr(found) == "Suspects(2 samples by loss and norm; most suspicious: b, a)"
+    assert repr(found).splitlines()[0] == "most suspicious of 2 samples, by loss and norm"
+
+
+def test_a_notebook_shows_an_html_table():
+    found = sw.suspects({"id": ["a&b", "<script>"], "loss": [1.0, 2.0]})
+    assert found._repr_html_() == (
+        "<p>most suspicious of 2 samples, by loss</p><table><thead><tr><th>sample</th><th>loss</th></tr></thead><tbody>"
+        "<tr><td>&lt;script&gt;</td><td>2</td></tr><tr><td>a&amp;b</td><td>1</td></tr></tbody></table>"
+    )
 
 
 def test_data_frame(monkeypatch):
@@ -425,13 +434,42 @@ def test_bad_arguments():
         sw.suspects({"id": [2**64], "loss": [1.0]})
 
 
-def test_batches_that_are_dicts_need_keys():
+class Output:
+    """Output of a model of transformers."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+@pytest.mark.parametrize("output", [lambda logits: logits, Output, lambda logits: {"logits": logits}])
+def test_batches_that_are_dicts(output):
+    """The logits are the output of the model in the loss function; the labels have a name."""
     model, x, y = make()
-    batch = {"x": x, "y": y}
-    with pytest.raises(sw.BatchError, match=r"must hold 0; found keys 'x', 'y'.* Or pass logits=, a function of"):
-        sw.suspects(model, lambda m, b: loss_fn(m, (b["x"], b["y"])), [batch], labels="y")
-    with pytest.raises(sw.BatchError, match=r"must hold 1; found keys 'x', 'y'.* Or pass labels="):
-        sw.suspects(model, lambda m, b: loss_fn(m, (b["x"], b["y"])), [batch], logits=lambda m, b: m(b["x"]))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, inputs):
+            return output(self.net(inputs))
+
+    def loss_of_dict(m, b):
+        outputs = m(b["x"])
+        logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", outputs)
+        return F.cross_entropy(logits, b["labels"], reduction="none")
+
+    loader = [{"x": x[part], "labels": y[part]} for part in (slice(0, 5), slice(5, 12))]
+    found = sw.suspects(Model(), loss_of_dict, loader, score="margin", also=ALL)
+    assert_scores(found, expected(model, x, y))
+
+
+def test_batches_without_labels_or_logits():
+    model, x, y = make()
+    with pytest.raises(sw.BatchError, match=r"needs the target of .*; found a dict with the keys 'x', 'c'\. Pass"):
+        sw.suspects(model, lambda m, b: loss_fn(m, (b["x"], b["c"])), [{"x": x, "c": y}])
+    with pytest.raises(sw.LossesError, match=r"must call model.*, since its outputs are the logits; .* pass logits="):
+        sw.suspects(model, lambda m, b: loss_fn(m[:], (b["x"], b["y"])), [{"x": x, "y": y}])
 
 
 def test_a_loader_whose_samples_change_between_passes():
@@ -445,3 +483,18 @@ def test_a_loader_whose_samples_change_between_passes():
     checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
     with pytest.raises(ValueError, match="every pass over the loader must yield the same samples; found other ids"):
         sw.suspects(model, loss_fn, Other(), score="loss", checkpoints=checkpoints, ids=2)
+
+
+def test_checkpoints_of_a_run(tmp_path):
+    model, x, y = make()
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    save = sw.callbacks.ModelCheckpoint(every="1up")
+    sw.Trainer(step, tmp_path / "run", [save], progress=False).fit(loader, updates=2)
+    paths = sorted((tmp_path / "run/checkpoints").iterdir())
+    assert len(paths) == 2
+    pairs = [(sw.load_checkpoint(path)["model"], 0.1) for path in paths]
+    wanted = sw.suspects(model, loss_fn, loader, also=ALL, checkpoints=pairs)
+    for run in (tmp_path / "run", str(tmp_path / "run"), paths):
+        found = sw.suspects(model, loss_fn, loader, also=ALL, checkpoints=run)
+        assert_scores(found, wanted.scores)

@@ -42,6 +42,12 @@ def test_recording_is_bit_identical_with_dropout(tmp_path, returns, accumulate):
     assert sw.read_ledger(tmp_path).num_rows == 2 * SAMPLES
 
 
+def test_names_in_a_batch_are_the_ids(tmp_path):
+    samples = [(*sample, f"{k}.png") for k, sample in enumerate(dataset())]
+    trainer([PerSample(ledger=sw.Ledger(tmp_path))]).fit(Module(), DataLoader(samples, batch_size=8))
+    assert sw.read_ledger(tmp_path)["id"].to_pylist() == [f"{k}.png" for k in range(SAMPLES)]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
 @pytest.mark.parametrize("returns", ["losses", "outputs"])
 def test_clipping_equals_one_sample_at_a_time(tmp_path, returns, dtype, tolerance):

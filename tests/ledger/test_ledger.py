@@ -49,6 +49,47 @@ def recorded(path, step, batches, epochs=2, **options):
     return ledger.read().to_pydict()
 
 
+class Named(torch.utils.data.Dataset):
+    """(x, y, file name), or (x, y, name of the class)."""
+
+    def __init__(self, name=lambda i: f"images/{i}.png"):
+        self.name = name
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return X[i], Y[i], self.name(i)
+
+
+@pytest.mark.parametrize("loss", [losses_of, nn.CrossEntropyLoss()])
+def test_names_in_a_batch_are_the_ids(tmp_path, loss):
+    found = recorded(tmp_path / "names", step_(loss), DataLoader(Named(), batch_size=8), epochs=1)
+    expected = recorded(tmp_path / "numbers", step_(loss), loader(), epochs=1)
+    assert found["id"] == [f"images/{i}.png" for i in expected["id"]]
+    assert found["loss"] == expected["loss"]
+    assert found["norm"] == expected["norm"]
+
+
+def test_other_ids_come_before_names(tmp_path):
+    def losses(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    found = recorded(tmp_path, step_(losses), DataLoader(sw.Indexed(Named()), batch_size=8), epochs=1)
+    assert found["id"] == list(range(N))
+
+
+def test_names_that_are_no_ids(tmp_path):
+    data = DataLoader(Named(lambda i: f"class {Y[i]}"), batch_size=8)
+    with pytest.raises(
+        sw.BatchError, match=r"must differ to be used as ids; found 'class 0' for several samples\. Wrap"
+    ):
+        recorded(tmp_path, step_(nn.CrossEntropyLoss()), data)
+    two = [(X, Y, [f"{i}.png" for i in range(N)], [f"{i}.txt" for i in range(N)])]
+    with pytest.raises(sw.BatchError, match=r"the batch must hold 'id'; found a tuple of 4 entries\. Wrap"):
+        recorded(tmp_path, step_(nn.CrossEntropyLoss()), two)
+
+
 def by_hand(samples, coefficient=lambda norm: 1.0, epochs=2):
     """Expected rows: one sample at a time, with plain autograd."""
     model, rows, update = model_(), [], 0

@@ -101,6 +101,8 @@ def test_large_images_shrink():
         ({"age": 40, "map": torch.ones(8, 8)}, {"values": {"age": 40, "map": repr(torch.ones(8, 8))[:400]}}),
         ([(1, 2)], {"values": {"0": 1, "1": 2}}),
         ((slice(3), 0), {"label": "0", "text": "slice(None, 3, None)"}),
+        ((torch.ones(1), 2, "a/1.png", 3), {"label": "2", "name": "a/1.png", "values": {"0": 1.0}}),
+        (("text", 2, "a", "b"), {"label": "2", "name": "a, b", "text": "text"}),
     ],
 )
 def test_texts_and_values_of_a_sample(item, expected):

@@ -128,4 +128,5 @@ def test_the_result_of_fit(tmp_path):
     assert {name: values[name] for name in ("loss", "accuracy")} == trainer.evaluate(loader())
     shown = f"loss {values['loss']:.4g}, train_loss {values['train_loss']:.4g}, accuracy {values['accuracy']:.4g}"
     assert repr(second) == f"FitResult('3 epochs are done', 3 epochs, 9 updates, {shown})"
+    assert second._repr_html_().startswith("<p>3 epochs are done</p><table><thead><tr><th>epochs</th><th>updates</th>")
     assert trainer.fit(loader(), epochs=3).metrics == {}  # no epoch is left

@@ -35,6 +35,17 @@ def test_ragged_batches_and_a_mean_per_batch():
     assert found["each"] == pytest.approx((trainer.model(X).argmax(1) == Y).double().mean().item())
 
 
+@pytest.mark.parametrize(
+    "number", [lambda hits: hits.sum(), lambda hits: int(hits.sum()), lambda hits: np.sum(hits.numpy())]
+)
+def test_a_sum_is_no_mean(number):
+    trainer = make(metrics={"accuracy": lambda out, batch: number(accuracy(out, batch))})
+    with pytest.raises(
+        ValueError, match=r"'accuracy' must return one number per .* found the integer \d+, as a sum or count"
+    ):
+        trainer.evaluate(loader())
+
+
 def test_a_metric_with_several_results():
     both = torchmetrics.MetricCollection(
         {
@@ -155,7 +166,7 @@ def test_answers_that_are_no_numbers(answer):
         make(metrics={"a": lambda outputs, batch: answer}).evaluate(loader())
 
 
-@pytest.mark.parametrize("answer", [1, 0.5, np.float32(0.5), np.ones(7), torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("answer", [1.0, 0.5, np.float32(0.5), np.ones(7), torch.tensor(True)], ids=repr)
 def test_answers_that_are_numbers(answer):
     found = make(metrics={"a": lambda outputs, batch: answer}).evaluate([(X[:7], Y[:7])])
     assert found["a"] == float(answer if np.ndim(answer) == 0 else answer.mean())

@@ -142,6 +142,20 @@ WHOLE = r"must be used without users=, and with a clip of the whole norm such as
 PLANS = {
     "both": ({"epsilon": 3.0}, "exactly one of epsilon and noise_multiplier must be given; found both"),
     "neither": ({"noise_multiplier": None}, "exactly one of epsilon and noise_multiplier must be given; found none"),
+    "both rates": ({"batch_size": 4}, "exactly one of sample_rate and batch_size must be given; found both"),
+    "no rate": ({"sample_rate": None}, "exactly one of sample_rate and batch_size must be given; found none"),
+    "both durations": ({"epochs": 4}, "exactly one of updates and epochs must be given; found both"),
+    "no duration": ({"updates": None}, "exactly one of updates and epochs must be given; found none"),
+    "epochs": ({"updates": None, "epochs": 0}, "epochs must be a positive number; found 0"),
+    "rate": ({"sample_rate": 1.5}, r"sample_rate must be a number in \(0, 1\]; found 1.5"),
+    "batch size": (
+        {"sample_rate": None, "batch_size": 4},
+        "dataset_size must be a positive integer with batch_size; f",
+    ),
+    "large batch": (
+        {"sample_rate": None, "batch_size": 41, "dataset_size": 40},
+        "batch_size must be a positive number, at most dataset_size=40; found 41",
+    ),
     "clip": ({"clip": 0}, "clip must be a finite, positive number; found 0"),
     "infinite clip": ({"clip": float("inf")}, "clip must be a finite, positive number; found inf"),
     "noise": ({"noise_multiplier": 0.0}, "noise_multiplier must be a finite, positive number; found 0.0"),
@@ -166,6 +180,28 @@ PLANS = {
 def test_plans(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**options)
+
+
+def test_a_plan_by_batch_size_and_epochs():
+    expected = plan(sample_rate=0.15, updates=8, dataset_size=40)
+    found = plan(sample_rate=None, updates=None, batch_size=6, epochs=1.2, dataset_size=40)
+    assert repr(found) == repr(expected)
+    assert (found.sample_rate, found.updates) == (0.15, 8)
+    assert found._settings == expected._settings
+    assert plan(sample_rate=0.15, updates=None, epochs=0.01).updates == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"users": [k // 2 for k in range(SAMPLES)]}], ids=["samples", "users"])
+def test_a_delta_that_is_too_large(options):
+    units, noun = (20, "users") if options else (40, "samples")
+    message = rf"delta should be below 1 / number of {noun}, .*; found 0\.05 for at least 20 {noun}\. Use a tenth of"
+    with pytest.warns(sw.TrainingWarning, match=message):
+        plan(delta=0.05, dataset_size=units, **options)
+    privacy = plan(delta=0.05, **options)
+    with pytest.warns(sw.TrainingWarning, match=message):
+        privacy.loader(dataset())
+    privacy.loader(dataset())  # warns once
+    plan(delta=0.02, **options).loader(dataset())
 
 
 def test_transforms_with_an_adaptive_bound():

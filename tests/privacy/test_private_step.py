@@ -52,6 +52,7 @@ def test_update_identity(kind, microbatch):
     assert train(step, loader) == UPDATES
     assert_same(model, by_hand(privacy))
     assert step.privacy.left == 0 and step.privacy.spent().epsilon == pytest.approx(privacy.epsilon)
+    assert step.privacy.spent()._repr_html_().endswith("<td>0</td></tr></tbody></table>")
     assert step.counters.updates == UPDATES
 
 

@@ -482,7 +482,7 @@ SIZE = 4711
 )
 def test_the_number_of_samples_is_in_files_only_if_it_is_public(tmp_path, options, shown):
     size = len(options.get("users", range(SIZE)))
-    privacy = plan(**{"sample_rate": 0.002, "updates": 6, **options})
+    privacy = plan(**{"sample_rate": 0.002, "updates": 6, "delta": 1e-5, **options})
     _, loader, step = make_small(privacy, dataset=TensorDataset(*data(size)))
     training = sw.Trainer(step, tmp_path, [sw.callbacks.ModelCheckpoint(every="1up")], progress=False, log_every="1up")
     training.fit(loader, updates=3)

@@ -42,7 +42,11 @@ def run(tmp_path_factory):
     write_ledger(directory, *(visits(list(range(N)), losses, epoch, **columns) for epoch in range(2)))
     texts = {str(k): {"text": f"the words of {k}"} for k in range(360, 399)}
     classes = [f"class {k}" for k in range(10)]
-    write_previews(directory, {"399": {"image": picture(8, 8)}, "0": {"values": {"age": 3}}, **texts}, classes=classes)
+    write_previews(
+        directory,
+        {"399": {"image": picture(8, 8)}, "0": {"values": {"age": 3}, "name": "0.png"}, **texts},
+        classes=classes,
+    )
     return directory
 
 
@@ -74,7 +78,7 @@ def test_choose_a_score_and_pin_a_card(browser, page, size, dark):
     shade = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (shade == "rgb(16, 20, 25)") == dark
 
-    assert cards(browser)[:2] == ["0", "1"] and len(cards(browser)) == 12  # by margin
+    assert cards(browser)[:2] == ["0 0.png", "1"] and len(cards(browser)) == 12  # by margin
     assert browser.texts("#gallery li:nth-child(2) .card > :not(.place)") == [
         "1", "label class 1", "predicted class 2", "margin\n1\nloss\n0.0101\nnorm\n0.0202",
     ]  # fmt: skip

@@ -265,6 +265,16 @@ def test_texts_and_values(run):
     assert shown["3"] == {"values": [["age", "81234.6"], ["who", "b"]]}
 
 
+def test_names_of_previews(run):
+    write_previews(
+        run, {"7": {"text": "a", "name": "b" * 300}, "3": {"values": {}, "name": "c.png"}, "5": {"name": "d"}}
+    )
+    shown = page_of(run).samples["previews"]
+    assert shown["7"] == {"text": "a", "name": "b" * 200 + "…"}
+    assert shown["3"] == {"values": [], "name": "c.png"}
+    assert "5" not in shown
+
+
 def test_labels_of_previews_if_the_ledger_has_none(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1, 2], [1.0, 2.0]))

@@ -27,15 +27,16 @@ from torch.utils.data import DataLoader
 
 from samplewise.attribution.methods import Scores, method_named
 from samplewise.attribution.ordered_samples import OrderedSamples
-from samplewise.attribution.subject import Outcomes, Subject, check_queries, read_runs
+from samplewise.attribution.subject import Outcomes, Subject, check_queries
 from samplewise.core.files import absolute, sha256, write_bytes, write_json
 from samplewise.core.losses import LossFn
 from samplewise.core.state import eval_mode
-from samplewise.core.text import plural
+from samplewise.core.text import SHOWN, Table, Tabular, plural
 from samplewise.dataset_pass import parameters_kept
 from samplewise.ledger.files import load_pyarrow, write_parquet
 from samplewise.ledger.previews import dataset_names
 from samplewise.ledger.rows import array_from_tensor
+from samplewise.loop.checkpoint.trained import read_runs
 from samplewise.report.attribution import (
     MAX_QUERIES,
     AttributionPage,
@@ -104,8 +105,8 @@ def attribute(
     return plan.results(model, loss_fn, train, validation)
 
 
-@dataclass(frozen=True)
-class AttributionResults:
+@dataclass(frozen=True, repr=False)
+class AttributionResults(Tabular):
     """Scores of an attribution.
 
     queries    indices of the queries in the validation dataset
@@ -122,6 +123,17 @@ class AttributionResults:
     settings: dict[str, Any]
     page: str
     notes: tuple[str, ...] = ()
+
+    def _table(self) -> Table:
+        rows = []
+        for query, scores in zip(self.queries, self.scores, strict=True):
+            order = scores.nan_to_num(-torch.inf).argsort(descending=True, stable=True)[:SHOWN].tolist()
+            helpful = [f"{self.samples[k]} ({scores[k].item():.3g})" for k in order if not scores[k].isnan()]
+            rows.append((str(query), ", ".join(helpful)))
+        title = (
+            f"training samples that help each query most, by {self.settings.get('method')}, of {len(self.samples):,}"
+        )
+        return Table(("query", "samples (scores)"), rows, title, self.notes)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write scores.parquet, attribution.html and attribution.json.

@@ -8,7 +8,7 @@ Eigenbasis   the same for EK-FAC: both gradients in its eigenbasis, where H is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
@@ -21,10 +21,11 @@ from samplewise.attribution.ekfac import EKFAC
 from samplewise.core.losses import LossFn
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
-from samplewise.dataset_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
+from samplewise.dataset_pass import at_each, check_train_and_queries, map_over_ranks, parameters_kept
 from samplewise.engine.gradients import Gradients, factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
+from samplewise.loop.checkpoint.trained import CheckpointSource, as_checkpoints
 from samplewise.scan import Scanner, scan
 
 ALL = ""  # name of the only part of scores that are not divided by layer
@@ -39,7 +40,7 @@ def influence(
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
-    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoints: CheckpointSource | None = None,
     *,
     curvature: Curvature | None = None,
     damping: float | None = None,
@@ -53,7 +54,7 @@ def influence(
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
-    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoints: CheckpointSource | None = None,
     *,
     curvature: Curvature | None = None,
     damping: float | None = None,
@@ -66,7 +67,7 @@ def influence(
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
-    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoints: CheckpointSource | None = None,
     *,
     curvature: Curvature | None = None,
     damping: float | None = None,
@@ -87,7 +88,8 @@ def influence(
     the same arguments, computes the columns of its share of the training batches, and gets the whole result.
 
     train, queries: loaders or lists of batches; columns and rows of the result are in their order
-    checkpoints: list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
+    checkpoints: run directory, whose checkpoints are used with the learning rates of their updates (1 if there is one
+        only), or list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
     curvature: result of `sw.ekfac` or `sw.attribution.hessian`, or another object with a method `solve`, see
         `samplewise.attribution.Curvature`; used for all checkpoints. Default: none
     damping: multiple of the mean eigenvalue of the curvature that is added to its eigenvalues, see
@@ -105,7 +107,7 @@ def influence(
     scores = _Scores(model, loss_fn, inner_product_of(curvature, damping), cosine, by, microbatch)
     total: Parts = {}
     with eval_mode(model), parameters_kept(model):
-        for lr in at_each(model, checkpoints):
+        for lr in at_each(model, as_checkpoints(model, checkpoints)):
             for name, part in scores.of_all(train, queries).items():
                 total[name] = lr * part + total[name] if name in total else lr * part
     return total if by == "layer" else total[ALL]

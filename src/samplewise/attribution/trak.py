@@ -56,12 +56,18 @@ def trak(
         `sw.auto(memory)`
     """
     check_train_and_queries(train, queries)
-    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+    if isinstance(models, (nn.Module, str, os.PathLike)) and not isinstance(models, nn.ModuleList):
         models = [models]
     with _store_directory(directory) as place:
         store = ProjectedStore(place, dim, seed, dtype=dtype)
         projected: dict[int, Tensor] = {}
         for model in models:
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    "models must be a model, or models in a list or generator, each with its own parameters; found "
+                    f"{type(model).__name__}. For the checkpoints of a run, load each into a copy of the model, or "
+                    "call sw.attribution.attribute(..., method='trak')."
+                )
             number = store.fill(model, output_fn, train, returns="outputs", microbatch=microbatch)
             if number in projected:
                 raise ValueError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samplewise.cli.arguments import bad_parameters
+from samplewise.cli.arguments import bad_parameters, check_one_of
 from samplewise.cli.stdio import slow_notice
 from samplewise.core.text import plural, render
 from samplewise.privacy import accounting
@@ -24,6 +24,7 @@ COVERED = """\
 Covered: Poisson sampling, in which each update draws each sample with the given rate, independently of the others;
 datasets that differ by adding or removing one sample. The number of samples is public.
 Not covered: a loader that shuffles. Its epsilon may be several times larger."""
+DIVISOR = "sample rate × number of samples"
 TABLE_SHARES = 0.1, 0.25, 0.5, 0.75, 1.0  # of the updates
 CURVE_SHARES = tuple((k / 12) ** 2 for k in range(1, 13))  # dense at the start, where the curve is steep
 COLORS = {"pld": "#2f6f9f", "rdp": "#d9562b"}
@@ -35,8 +36,14 @@ class Plan:
 
     releases: Releases
     delta: float
-    dataset_size: int
-    batch: int
+    dataset_size: int | None
+
+    @property
+    def batch(self) -> str:
+        """Expected number of samples per update, as text; empty if the number of samples is not known."""
+        if self.dataset_size is None:
+            return ""
+        return f"{self.releases.sample_rate * self.dataset_size:,.1f}".removesuffix(".0")
 
     def epsilon(self, accountant: str, updates: int | None = None) -> float:
         """Epsilon after some updates; default: all."""
@@ -53,11 +60,15 @@ def privacy(
         float, typer.Option(metavar="D", help="Delta, below 1 / number of samples: 1e-5.", show_default=False)
     ],
     dataset_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of samples in the dataset.", show_default=False)
-    ],
+        int | None, typer.Option(min=1, metavar="N", help="Number of samples in the dataset; with --batch.")
+    ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Expected number of samples per update.", show_default=False)
-    ],
+        int | None, typer.Option(min=1, metavar="N", help="Expected number of samples per update.")
+    ] = None,
+    sample_rate: Annotated[
+        float | None,
+        typer.Option(metavar="Q", help="Probability of a sample to be drawn for an update, instead of --batch."),
+    ] = None,
     epsilon: Annotated[float | None, typer.Option(metavar="E", help="Find the noise for this epsilon.")] = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(metavar="S", help="Compute epsilon for this noise, instead of --epsilon.")
@@ -79,29 +90,31 @@ def privacy(
     after a part of the updates, and epsilon for other deltas. Nothing is trained. The settings are those of sw.Privacy
     and of samplewise train --epsilon.
     """
-    if (epsilon is None) == (noise_multiplier is None):
-        count = "neither" if epsilon is None else "both"
-        raise typer.BadParameter(
-            f"give one of --epsilon and --noise-multiplier; found {count}.", param_hint="--epsilon"
-        )
+    check_one_of(epsilon=epsilon, noise_multiplier=noise_multiplier)
+    check_one_of(batch=batch, sample_rate=sample_rate)
+    check_one_of(epochs=epochs, updates=updates)
     if noise_multiplier is not None and not 0 < noise_multiplier < math.inf:
         raise typer.BadParameter(
             f"must be a positive number; found {noise_multiplier}.", param_hint="--noise-multiplier"
         )
     if accountant not in accounting.ACCOUNTANTS:
         raise typer.BadParameter(f"must be pld or rdp; found {accountant!r}.", param_hint="--accountant")
-    if batch > dataset_size:
+    if batch is not None and dataset_size is None:
+        raise typer.BadParameter("--batch needs --dataset-size; found none.", param_hint="--dataset-size")
+    if batch is not None and dataset_size is not None and batch > dataset_size:
         raise typer.BadParameter(
             f"must be at most {dataset_size}, the number of samples; found {batch}.", param_hint="--batch"
         )
     figure = None if to is None else _new_figure(to)
-    total = _number_of_updates(epochs, updates, dataset_size, batch)
     with slow_notice("computing"), bad_parameters():
+        rate, total = accounting.sampling_plan(sample_rate, batch, updates, epochs, dataset_size)
         if epsilon is not None:
-            noise_multiplier = accounting.calibrate(epsilon, delta, batch / dataset_size, total, accountant)
+            noise_multiplier = accounting.calibrate(epsilon, delta, rate, total, accountant)
         assert noise_multiplier is not None
-        plan = Plan(Releases(noise_multiplier, batch / dataset_size, total), delta, dataset_size, batch)
+        plan = Plan(Releases(noise_multiplier, rate, total), delta, dataset_size)
         text = _text(plan)
+    if dataset_size is not None:
+        accounting.warn_of_delta(delta, dataset_size)
     typer.echo(text)
     if figure is not None and to is not None:
         with slow_notice("drawing"):
@@ -114,32 +127,20 @@ def privacy(
         typer.echo(f"\ncurve  {to}")
 
 
-def _number_of_updates(epochs: float | None, updates: int | None, dataset_size: int, batch: int) -> int:
-    if (epochs is None) == (updates is None):
-        count = "neither" if epochs is None else "both"
-        raise typer.BadParameter(f"give one of --epochs and --updates; found {count}.", param_hint="--epochs")
-    if updates is not None:
-        return updates
-    assert epochs is not None
-    if not 0 < epochs < math.inf:
-        raise typer.BadParameter(f"must be a positive number; found {epochs}.", param_hint="--epochs")
-    return max(1, round(epochs * dataset_size / batch))  # as in samplewise train
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
 def _text(plan: Plan) -> str:
     releases = plan.releases
-    epochs = releases.updates * plan.batch / plan.dataset_size
+    size = "" if plan.dataset_size is None else f" ({plan.batch} of {plural(plan.dataset_size, 'sample')})"
     settings = [
         ["epsilon, PLD", f"{_rounded_up(plan.epsilon('pld'))} (tight)"],
         ["epsilon, RDP", f"{_rounded_up(plan.epsilon('rdp'))} (upper bound)"],
         ["delta", f"{plan.delta:g}"],
         ["noise multiplier", _rounded_up(releases.noise_multiplier)],
-        ["sample rate", f"{releases.sample_rate:.6g} ({plan.batch:,} of {plural(plan.dataset_size, 'sample')})"],
-        ["updates", f"{releases.updates:,} ({epochs:.3g} epochs)"],
-        ["public divisor", f"{plan.batch:,} (sample rate × number of samples)"],
+        ["sample rate", f"{releases.sample_rate:.6g}{size}"],
+        ["updates", f"{releases.updates:,} ({releases.updates * releases.sample_rate:.3g} epochs)"],
+        ["public divisor", f"{plan.batch} ({DIVISOR})" if plan.batch else DIVISOR],
     ]
     over_updates = [
         [f"{updates:,}", *(_rounded_up(plan.epsilon(accountant, updates)) for accountant in accounting.ACCOUNTANTS)]
@@ -197,9 +198,10 @@ def _draw(figure: Any, plan: Plan) -> None:
     over_delta.set_xscale("log")
     _label(over_updates, "updates", f"Epsilon over updates, at delta {plan.delta:g}")
     _label(over_delta, "delta", f"Epsilon over delta, after {plural(releases.updates, 'update')}")
+    size = "" if plan.dataset_size is None else f" ({plan.batch} of {plan.dataset_size:,})"
     figure.suptitle(
-        f"Noise multiplier {releases.noise_multiplier:.4g}, sample rate {releases.sample_rate:.4g} "
-        f"({plan.batch:,} of {plan.dataset_size:,}), Poisson sampling",
+        f"Noise multiplier {releases.noise_multiplier:.4g}, sample rate {releases.sample_rate:.4g}{size}, "
+        "Poisson sampling",
         fontsize=10,
     )
 

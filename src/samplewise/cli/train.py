@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from samplewise.cli.arguments import Device, RecipeFile, complete_run
+from samplewise.cli.arguments import Device, RecipeFile, check_one_of, complete_run
 from samplewise.cli.recipe_source import read_source, shortened
 
 EPOCHS = 1
@@ -34,21 +34,24 @@ class TrainCommand(TyperCommand):
 
 @dataclass(frozen=True)
 class PrivateOptions:
-    """Values of --epsilon, --delta, --batch and --clip of a private training run, and its duration."""
+    """Values of --epsilon, --delta, --batch or --sample-rate, and --clip of a private run, and its duration."""
 
     epsilon: float
     delta: float | None
     batch: int | None
+    sample_rate: float | None
     clip: float | None
-    epochs: int
+    epochs: int | None
     updates: int | None
 
     def __post_init__(self) -> None:
-        for name in ("delta", "batch", "clip"):
+        for name in ("delta", "clip"):
             if getattr(self, name) is None:
                 raise typer.BadParameter(
-                    f"--epsilon needs --delta, --batch and --clip; found no --{name}.", param_hint="--epsilon"
+                    f"--epsilon needs --delta, --clip, and --batch or --sample-rate; found no --{name}.",
+                    param_hint="--epsilon",
                 )
+        check_one_of(batch=self.batch, sample_rate=self.sample_rate)
         assert self.delta is not None and self.clip is not None
         for name, value, limit in (
             ("epsilon", self.epsilon, math.inf),
@@ -81,11 +84,15 @@ def train(
     ] = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(metavar="E", help="Train with (E, delta)-differential privacy; with --delta, --batch, --clip."),
+        typer.Option(metavar="E", help="Train with (E, delta)-differential privacy; with --delta, --clip, --batch."),
     ] = None,
     delta: Annotated[float | None, typer.Option(metavar="D", help="With --epsilon, for example 1e-5.")] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With --epsilon: expected number of samples per update.")
+    ] = None,
+    sample_rate: Annotated[
+        float | None,
+        typer.Option(metavar="Q", help="With --epsilon, instead of --batch: probability of a sample to be drawn."),
     ] = None,
     ledger: Annotated[
         str | None,
@@ -151,10 +158,13 @@ def train(
                 "samples. Leave it out.",
                 param_hint="--ledger",
             )
-        private = PrivateOptions(epsilon, delta, batch, clip, epochs or EPOCHS, updates)
+        duration = None if updates else epochs or EPOCHS
+        private = PrivateOptions(epsilon, delta, batch, sample_rate, clip, duration, updates)
         epochs = None
-    elif delta is not None or batch is not None:
-        raise typer.BadParameter("--delta and --batch must be used with --epsilon.", param_hint="--epsilon")
+    elif delta is not None or batch is not None or sample_rate is not None:
+        raise typer.BadParameter(
+            "--delta, --batch and --sample-rate must be used with --epsilon.", param_hint="--epsilon"
+        )
     elif clip is not None and not (clip > 0 and math.isfinite(clip)):
         raise typer.BadParameter(f"must be a positive number; found {clip}.", param_hint="--clip")
     if resume and exists in ("overwrite", "new"):

@@ -32,6 +32,7 @@ from samplewise.loop.data.adapters import is_map_style, loader_with
 from samplewise.loop.stopping import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import collectives, launch
+from samplewise.privacy.accounting import sampling_plan
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clip_transform
@@ -121,16 +122,15 @@ def plan_privacy(options: PrivateOptions, loader: Any) -> tuple[Privacy, DataLoa
             param_hint="--epsilon",
         )
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    assert options.batch is not None and options.delta is not None and options.clip is not None
-    if options.batch > samples:
+    assert options.delta is not None and options.clip is not None
+    if options.batch is not None and options.batch > samples:
         raise typer.BadParameter(f"must be at most {samples}, the number of samples.", param_hint="--batch")
-    with bad_parameters("epsilon", ("delta", "batch", "clip", "updates")):
+    with bad_parameters("epsilon", ("delta", "sample_rate", "clip", "updates")):
+        sample_rate, updates = sampling_plan(
+            options.sample_rate, options.batch, options.updates, options.epochs, samples
+        )
         privacy = Privacy(
-            epsilon=options.epsilon,
-            delta=options.delta,
-            updates=options.updates or max(1, round(options.epochs * samples / options.batch)),
-            sample_rate=options.batch / samples,
-            clip=options.clip,
+            epsilon=options.epsilon, delta=options.delta, updates=updates, sample_rate=sample_rate, clip=options.clip
         )
     names = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "timeout")  # batches are drawn otherwise
     arguments = {name: getattr(loader, name) for name in names}

@@ -302,6 +302,29 @@ def pick(batch: Any, key: Hashable) -> Any:
         raise BatchError(f"the batch must hold {key!r}; found {_contents(batch)}. {remedy}") from None
 
 
+def pick_column(batch: Any, key: Hashable) -> Any:
+    """As `pick`, for a column to record. The ids of a tuple or list (x, y, ...) without "id" are its only further
+    column of strings, such as file names; they must differ, because samples with one id count as one sample.
+    """
+    columns: list[Any] = []
+    if key == "id" and isinstance(batch, (tuple, list)) and not hasattr(batch, "id"):
+        columns = [column for column in batch[2:] if is_text(column)]
+    if len(columns) != 1:
+        return pick(batch, key)
+    if len(set(columns[0])) < len(columns[0]):
+        value = next(value for k, value in enumerate(columns[0]) if value in columns[0][:k])
+        raise BatchError(
+            f"strings in a batch (x, y, ...) must differ to be used as ids; found {value!r} for several samples. "
+            f"{_ID_REMEDY}"
+        )
+    return columns[0]
+
+
+def is_text(column: Any) -> bool:
+    """True for a list or tuple of strings, such as file names of the samples."""
+    return isinstance(column, (list, tuple)) and bool(column) and all(isinstance(value, str) for value in column)
+
+
 _ID_REMEDY = (
     "Wrap the dataset, DataLoader(sw.Indexed(dataset), ...), which adds the index of each sample as 'id'; or, if the "
     "samples have ids, pass their key in the batch, for example sw.Ledger(id=2)."
@@ -317,6 +340,33 @@ def _contents(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"a {type(batch).__name__} of {plural(len(batch), 'entry', 'entries')}"
     return type(batch).__name__
+
+
+# Errors of a loss function whose batch has no dimension of samples. RuntimeError is not among them: torch raises it
+# when memory is exhausted, which has other remedies.
+SHAPE_ERRORS = (IndexError, TypeError, AttributeError, ValueError)
+
+
+def check_batch(batch: Any, error: Exception) -> None:
+    """Raise BatchError from the error of a loss function if the batch looks like a single sample: some entries are
+    numbers, such as the label of (x, y), or all are 1-D, and no two of them have the same number of rows.
+    """
+    shapes = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            shapes.append(tuple(leaf.shape))
+        elif isinstance(leaf, (int, float)) or _is_list_of_values(leaf):
+            shapes.append((len(leaf),) if isinstance(leaf, (list, tuple)) else ())
+    rows = [shape[0] for shape in shapes if shape]
+    is_sample = () in shapes or all(len(shape) == 1 for shape in shapes)
+    if isinstance(error, BatchError) or len(shapes) < 2 or len(set(rows)) < len(rows) or not is_sample:
+        return
+    raise BatchError(
+        "a loader must yield batches, whose entries have one row per sample; found entries of shape "
+        f"{' and '.join(map(str, shapes))}, which look like a single sample, and {type(error).__name__} in the loss "
+        f"function: {str(error).rstrip('.')}. Pass DataLoader(dataset, batch_size=64), or yield batches of one sample, "
+        "(x[None], y[None])."
+    ) from error
 
 
 def check_loader(loader: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samplewise.core.batches import Path, keep_whole
+from samplewise.core.batches import Path, is_text, keep_whole
 from samplewise.errors import BatchError, LossesError
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch); Any: functions may be annotated with the user's own model class
@@ -250,7 +250,7 @@ class Criterion:
         return repr(self.criterion)
 
     def _pair(self, batch: Any) -> tuple[Any, Tensor]:
-        """x and y of a batch (x, y), or of a batch with further columns that were allowed."""
+        """x and y of a batch (x, y), or of a batch with further columns of strings, or ones that were allowed."""
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise BatchError(
                 f"a criterion needs batches (x, y); found {_kind(batch)}. "
@@ -260,11 +260,11 @@ class Criterion:
         for position in range(2, len(batch)):
             names = {position, position - len(batch), *fields[position : position + 1]}
             is_id = fields[position:] == ("id",)  # the id added by sw.Indexed, or a named tuple's: not data
-            if not (self._any_extra or is_id or names & self._extra):
+            if not (self._any_extra or is_id or names & self._extra or is_text(batch[position])):
                 raise BatchError(
-                    "a criterion needs batches (x, y), or further columns that a transform or the ledger reads by key; "
-                    f"found {_kind(batch)}, whose column {position} nothing reads. Name it, for example with "
-                    f"sw.weight({position}), or write a loss function (model, batch) -> losses."
+                    "a criterion needs batches (x, y), or further columns that are strings, or that a transform or the "
+                    f"ledger reads by key; found {_kind(batch)}, whose column {position} nothing reads. Name it, for "
+                    f"example with sw.weight({position}), or write a loss function (model, batch) -> losses."
                 )
         return batch[0], batch[1]
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from html import escape
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 SHOWN = 5
 
@@ -36,6 +38,40 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
         lines.append("  ".join(cells).rstrip())
     rule = "  ".join("-" * w for w in widths)
     return "\n".join(([title] if title else []) + [lines[0], rule, *lines[1:]])
+
+
+class Table(NamedTuple):
+    """Table with a title above and notes below it."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str
+    notes: Sequence[str] = ()
+
+    def text(self) -> str:
+        return "\n".join([render(self.header, self.rows, self.title) if self.rows else self.title, *self.notes])
+
+    def html(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        head = line("th", self.header)
+        body = "".join(line("td", row) for row in self.rows)
+        table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>" if self.rows else ""
+        return f"<p>{escape(self.title)}</p>{table}{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}"
+
+
+class Tabular(ABC):
+    """Base of results that are shown as a table: as text by `print` and a REPL, as HTML by a notebook."""
+
+    @abstractmethod
+    def _table(self) -> Table: ...
+
+    def __repr__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from samplewise.core.text import Table, Tabular
 from samplewise.engine.gradients import Gradients
 from samplewise.parallel import collectives
 from samplewise.step.step import Step
@@ -26,7 +27,7 @@ from samplewise.transforms.transform import Grouping, SumTransform, Transform
 
 
 @dataclass(frozen=True, repr=False)
-class Noise:
+class Noise(Tabular):
     """Noise and signal of per-sample gradients.
 
     trace            tr Σ, the variance of one sample's gradient, summed over all parameters
@@ -48,6 +49,10 @@ class Noise:
     @property
     def signal_to_noise(self) -> float:
         return _divide(self.signal, self.trace)
+
+    def _table(self) -> Table:
+        values = {"scale": self.scale, "trace": self.trace, "signal": self.signal}
+        return Table(list(values), [[f"{value:.4g}" for value in values.values()]], "noise scale of gradients")
 
     def __repr__(self) -> str:
         return f"Noise(scale={self.scale:.4g}, trace={self.trace:.4g}, signal={self.signal:.4g})"
@@ -109,6 +114,9 @@ class NoiseScale:
         self._trace = 0.0
         self._signal = 0.0
         self._weight = 0.0
+
+    def __repr__(self) -> str:
+        return f"NoiseScale(decay={self.decay:g}{f', {self.value!r}' if self._weight else ''})"
 
     def add(self, norms: Gradients | Tensor, grad_norm: float | Tensor | None = None) -> Noise:
         """Update the moving averages with a batch and return the estimate so far."""

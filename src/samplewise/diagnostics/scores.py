@@ -79,8 +79,8 @@ class ScoreInputs:
     g: Gradients
     lr: float
     batch: Any
-    logits_of: Callable[[Any], Tensor]
-    labels_of: Callable[[Any], Tensor]
+    logits_of: Callable[[Any], Any]
+    labels_of: Callable[[Any], Any]
     classes: ClassGradients
 
     @cached_property
@@ -96,11 +96,12 @@ class ScoreInputs:
 
     @cached_property
     def logits(self) -> Tensor:
-        logits = self.logits_of(self.batch).detach()
-        if logits.dim() != 2 or len(logits) != len(self.g) or logits.shape[1] < 2:
+        logits = self.logits_of(self.batch)
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(self.g) or logits.shape[1] < 2:
+            description = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ValueError(
                 f"logits must have shape ({len(self.g)}, classes) with at least two classes; found "
-                f"{tuple(logits.shape)}. Pass logits=, a function of (model, batch), or pass score='loss', which needs "
+                f"{description}. Pass logits=, a function of (model, batch), or pass score='loss', which needs "
                 "no logits."
             )
         classes = logits.shape[1]
@@ -110,7 +111,7 @@ class ScoreInputs:
                 f"labels must be class indices, 0 to {classes - 1} for {classes} logits; found {invalid[0].item()}. "
                 "Remove such samples, or pass score='loss', which needs no labels."
             )
-        return logits
+        return logits.detach()
 
     def last_norms(self) -> Tensor:
         norms = self.g.norms(by="parameter")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samplewise.core.text import plural
+from samplewise.core.text import SHOWN, Table, Tabular, plural
 from samplewise.engine.gradients import Gradients
 
 Pair = tuple[int, int, float]  # two samples, and the cosine between their gradients
 
 
 @dataclass(frozen=True, repr=False)
-class Similarity:
+class Similarity(Tabular):
     """Cosines between per-sample gradients.
 
     matrix     (B, B), or (B, B2) for two sets of samples; 0 for a gradient of norm zero
@@ -56,12 +56,12 @@ class Similarity:
             groups[j] = []
         return sorted((group for group in groups if group), key=lambda group: (-len(group), group))
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         rows, columns = self.matrix.shape
         size = plural(rows, "sample") if self.symmetric else f"{rows} × {columns} samples"
-        pairs = self._pairs(1, largest=False) + self._pairs(1, largest=True)
-        cosines = f", cosines of pairs {pairs[0][2]:.2f} to {pairs[1][2]:.2f}" if pairs else ""
-        return f"Similarity({size}{cosines})"
+        pairs = dict.fromkeys([*self.most_similar(SHOWN), *reversed(self.most_opposed(SHOWN))])
+        cells = [(str(i), str(j), f"{cosine:.3f}") for i, j, cosine in pairs]
+        return Table(("sample", "sample", "cosine"), cells, f"gradients of {size}: most similar and most opposed pairs")
 
     def _pairs(self, k: int, largest: bool) -> list[Pair]:
         rows, columns = self.matrix.shape

@@ -15,7 +15,7 @@ from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample, same_constants
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
-from samplewise.core.text import did_you_mean, listed, plural, render
+from samplewise.core.text import Table, Tabular, did_you_mean, plural
 from samplewise.dataset_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, Score, ScoreInputs
 from samplewise.engine.gradients import Gradients
@@ -23,6 +23,8 @@ from samplewise.errors import BatchError
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
 from samplewise.ledger.files import load_pyarrow, read_ledger
+from samplewise.loop.checkpoint.trained import CheckpointSource, as_checkpoints
+from samplewise.loop.evaluation import OutputRecorder, Target
 from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md
@@ -32,7 +34,7 @@ Ids = list[Any]  # integers or strings
 
 
 @dataclass(frozen=True, repr=False)
-class Suspects:
+class Suspects(Tabular):
     """Samples with their suspicion scores.
 
     ids          (N,) ids of the samples, in the order of the data; a list if they are strings
@@ -78,17 +80,13 @@ class Suspects:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __repr__(self) -> str:
-        size = f"{plural(len(self), 'sample')} by {' and '.join(self.score_names)}"
-        return f"Suspects({size}; most suspicious: {listed(map(str, self._names(len(self))))})"
-
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         rows = []
         for name, i in zip(self._names(10), self.order.tolist(), strict=False):
             rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
         unknown_note = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
         title = f"most suspicious of {plural(len(self), 'sample')}, by {' and '.join(self.score_names)}{unknown_note}"
-        return render(("sample", *self.scores), rows, title)
+        return Table(("sample", *self.scores), rows, title)
 
 
 @overload
@@ -100,9 +98,9 @@ def suspects(
     score: Score | Sequence[Score] | None = None,
     also: Sequence[Score] = (),
     logits: Callable[[nn.Module, Any], Tensor] | None = None,
-    labels: Key = 1,
+    labels: Key | None = None,
     ids: Key | None = None,
-    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoints: CheckpointSource | None = None,
     microbatch: Microbatch = "auto",
 ) -> Suspects: ...
 @overload
@@ -115,9 +113,9 @@ def suspects(
     score: Score | Sequence[Score] | None = None,
     also: Sequence[Score] = (),
     logits: Callable[[nn.Module, Any], Tensor] | None = None,
-    labels: Key = 1,
+    labels: Key | None = None,
     ids: Key | None = None,
-    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoints: CheckpointSource | None = None,
     microbatch: Microbatch = "auto",
 ) -> Suspects:
     """Rank samples that are likely mislabeled or unusual, from a model and a loader or from a ledger of a training run.
@@ -133,10 +131,13 @@ def suspects(
     score: name of a score, or several names, whose ranks are averaged; default margin, or loss for a table without
         margin
     also: names of more scores to compute
-    logits: function of (model, batch); default model(batch[0])
-    labels: of a batch: a key, an index or a function of the batch; default batch[1]
+    logits: function of (model, batch); default model(batch[0]) for batches (x, y, ...), otherwise the output of the
+        model, or its entry `logits`, when `loss_fn` calls it
+    labels: of a batch: a key, an index or a function of the batch; default: the entry named y, target, targets, label
+        or labels, otherwise batch[1]
     ids: of the samples of a batch, integers or strings, given like `labels`; default: positions in the loader
-    checkpoints: list of (state_dict, lr) to average the scores over; default: the current parameters
+    checkpoints: run directory, or list of (state_dict, lr), to average the scores over; default: the current
+        parameters. Of a run, the checkpoints that it has kept, each with the learning rate of its last update
     microbatch: as in `sw.scan`
 
     Scores: loss, margin, el2n, norm, last_norm, self_influence, agreement. agreement needs two passes over the data and
@@ -160,16 +161,8 @@ def suspects(
     _check_names(names, SCORES)
     if ids is None:
         check_order(loader, "Pass ids=, or a loader with shuffle=False.")
-    computation = _ScoreComputation(source, loss_fn, loader, names, microbatch, logits or _logits, labels, ids)
-    return _rank(*computation.compute(checkpoints), score or RECOMMENDED)
-
-
-def _logits(model: nn.Module, batch: Any) -> Tensor:
-    try:
-        inputs = pick(batch, 0)
-    except BatchError as why:
-        raise BatchError(f"{why} Or pass logits=, a function of (model, batch).") from None
-    return model(inputs)
+    computation = _ScoreComputation(source, loss_fn, loader, names, microbatch, logits, labels, ids)
+    return _rank(*computation.compute(as_checkpoints(source, checkpoints)), score or RECOMMENDED)
 
 
 def _batch_entry(batch: Any, key: Key, name: str) -> Any:
@@ -192,8 +185,8 @@ class _ScoreComputation:
     loader: Iterable[Any]
     names: list[str]
     microbatch: Microbatch
-    logits: Callable[[nn.Module, Any], Tensor]
-    labels: Key
+    logits: Callable[[nn.Module, Any], Tensor] | None
+    labels: Key | None
     ids: Key | None
 
     def compute(self, checkpoints: Sequence[Checkpoint] | None) -> tuple[Ids, dict[str, Tensor]]:
@@ -215,11 +208,6 @@ class _ScoreComputation:
 
     def _at_current_parameters(self, lr: float) -> tuple[Ids, dict[str, Tensor]]:
         """Ids, and scores at the current parameters."""
-
-        def logits_of(batch: Any) -> Tensor:
-            with torch.no_grad():
-                return self.logits(self.model, batch)
-
         # The agreement needs the summed gradients of each class, in a pass of their own.
         classes = ClassGradients()
         if "agreement" in self.names:
@@ -228,7 +216,7 @@ class _ScoreComputation:
         ids: Ids = []
         columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for batch, g in self._gradients():
-            inputs = ScoreInputs(g, lr, batch, logits_of, self._labels_of, classes)
+            inputs = ScoreInputs(g, lr, batch, self._logits_of, self._labels_of, classes)
             for name, column in columns.items():
                 column.append(SCORES[name](inputs).detach().double().cpu())
             ids += range(len(ids), len(ids) + len(g)) if self.ids is None else self._ids_of(batch, len(g))
@@ -242,7 +230,22 @@ class _ScoreComputation:
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
         return scan(self.model, _per_count(self.loss_fn), self.loader, microbatch=self.microbatch)
 
+    @torch.no_grad()
+    def _logits_of(self, batch: Any) -> Any:
+        if self.logits is not None:
+            return self.logits(self.model, batch)
+        if isinstance(batch, (tuple, list)):
+            return self.model(batch[0])
+        recorder = OutputRecorder(self.model)
+        with recorder:
+            as_loss_fn(self.loss_fn)(self.model, batch)
+        outputs = recorder.last("its outputs are the logits", "pass logits=, a function of (model, batch)")
+        return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+
     def _labels_of(self, batch: Any) -> Any:
+        if self.labels is None:
+            remedy = "Pass labels=, a key or a function of the batch, or score='loss', which needs no labels."
+            return Target("sw.suspects", "labels", remedy).of(batch)
         return _batch_entry(batch, self.labels, "labels")
 
     def _ids_of(self, batch: Any, samples: int) -> Ids:

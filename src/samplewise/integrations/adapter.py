@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samplewise.core.batches import pick
+from samplewise.core.batches import pick_column
 from samplewise.engine.arguments import Parameters
 from samplewise.engine.ownership.independence import norms_only_recorded
 from samplewise.errors import PrivacyError, SamplesInteractError
@@ -127,7 +127,7 @@ class Adapter:
             results = without_norms(values.samples, values.loss.device, values.losses, values.counts)
         if self.ledger is None:
             return
-        entries = {key: pick(batch, key) for key in self.keys if values.ids is None or key != self.id_key}
+        entries = {key: pick_column(batch, key) for key in self.keys if values.ids is None or key != self.id_key}
         if values.ids is not None:
             entries[self.id_key] = values.ids
         columns = {name: column for name, column in (values.columns or {}).items() if name not in self.ledger._keys}

@@ -70,7 +70,7 @@ class Ledger:
 
     run: run directory; the files are written to its folder "samples". Default: that of the trainer
     id: key of the ids in the batch, a name or the position in a tuple; ids are integers or strings. `sw.Indexed` adds
-    the index of each sample under the default key "id"
+    the index of each sample under the default key "id". Without it, the ids of batches (x, y, names) are the names
     columns: other entries of the batch to record: keys, or a dict of column names and keys
     norms: False records NaN instead of gradient norms, which saves their cost unless a transform needs them
     rows_per_file: rows of each rank after which a file is written; with a trainer, also at every checkpoint

@@ -1,6 +1,7 @@
 """Previews of the most suspicious samples, written beside the ledger so that a report needs no access to the data.
 
-`previews.json`: {"version": 1, "classes": names of the classes, if known, "samples": {id: {"label": ..., and one of
+`previews.json`: {"version": 1, "classes": names of the classes, if known, "samples": {id: {"label": ..., "name": ...,
+and one of
     "image":  {"width", "height", "channels", "data"}   bytes, row by row, in base64
     "text":   the first 400 characters
     "values": {name: number or string}, at most 32}}}
@@ -114,15 +115,20 @@ def _most_suspicious(samples: Any) -> Iterable[Any]:
 
 
 def preview(item: Any, features: Sequence[str] | None = None) -> Preview:
-    """Preview of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label.
+    """Preview of an image, a text, or a vector or mapping of values; or of a tuple of one of these, a label
+    and names, such as a file name.
 
     features: names of the values of a vector; default: they are numbered
     """
     content, label = _split_label(item)
-    if label is None:
-        return _preview_content(content, features)
     label_text = f"{label:.6g}" if isinstance(label, float) else str(label)
-    return {"label": label_text, **_preview_content(content, features)}
+    # File names and other strings after (x, y) are no part of the content.
+    names = [entry for entry in item[2:] if isinstance(entry, str)] if isinstance(item, (tuple, list)) else []
+    return {
+        **({} if label is None else {"label": label_text}),
+        **({"name": ", ".join(names)[:MAX_CHARACTERS]} if names else {}),
+        **_preview_content(content, features),
+    }
 
 
 def _split_label(item: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import check_loader, concat, length, to_device
+from samplewise.core.batches import SHAPE_ERRORS, check_batch, check_loader, concat, length, to_device
 from samplewise.core.losses import Criterion, per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.state import eval_mode, fork_rng
@@ -67,9 +67,13 @@ class Evaluator:
         with self._eval_mode(), outputs:
             for batch in batches:
                 outputs.clear()
-                with self._step._precision.autocast(self._device):
-                    losses, counts = per_sample(self._step.loss_fn(self._model, batch))
-                check_one_per_sample(losses)
+                try:
+                    with self._step._precision.autocast(self._device):
+                        losses, counts = per_sample(self._step.loss_fn(self._model, batch))
+                    check_one_per_sample(losses)
+                except SHAPE_ERRORS as error:
+                    check_batch(batch, error)
+                    raise
                 mean.add(losses, counts)
                 for metric in self._metrics.values():
                     metric.update(outputs.last("metrics use the outputs of the model", "remove the metrics"), batch)
@@ -197,7 +201,7 @@ class Mean:
         self.function = function
         self.name = name
         argument = _second_argument(function)
-        self._target = Target(name, argument) if argument in TARGETS else None
+        self._target = Target(f"metric {name!r}", argument) if argument in TARGETS else None
         self.reset()
 
     def update(self, outputs: Any, batch: Any) -> None:
@@ -220,7 +224,13 @@ class Mean:
                 f"batch; found {type(answer).__name__}. A function (outputs, batch) gets the whole batch, a function "
                 "(outputs, y) the target."
             )
-        return torch.as_tensor(answer).detach()
+        values = torch.as_tensor(answer).detach()
+        if values.dim() == 0 and not (values.is_floating_point() or values.dtype == torch.bool):
+            raise ValueError(
+                f"metric {self.name!r} must return one number per sample, or one float, the mean of the batch; found "
+                f"the integer {values.item()}, as a sum or count is. Leave out .sum(), or use .float().mean()."
+            )
+        return values
 
     def compute(self) -> float:
         return self._mean.all_reduce(collectives).value()
@@ -230,14 +240,17 @@ class Mean:
 
 
 class Target:
-    """Target of batches, for the metric `name`: what its second argument gets.
+    """Target of batches, such as the second argument of a metric.
 
-    argument: name of that argument, which decides if a batch has several targets
+    owner: what needs it, for error messages
+    argument: name of the entry that is used if a batch has several targets
+    remedy: for batches without a target
     """
 
-    def __init__(self, name: str, argument: str):
-        self._name = name
+    def __init__(self, owner: str, argument: str, remedy: str = ""):
+        self._owner = owner
         self._argument = argument
+        self._remedy = remedy or "Use a function (outputs, batch), or an object with update(outputs, batch)."
 
     def of(self, batch: Any) -> Any:
         """The entry with a name in `TARGETS`; for other tuples and lists (x, y, ...) the second element."""
@@ -252,9 +265,8 @@ class Target:
         if not named and isinstance(batch, (tuple, list)) and len(batch) > 1:
             return batch[1]
         raise BatchError(
-            f"metric {self._name!r} needs the target of a batch: the second element of (x, y, ...), or one entry named "
-            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. Use a function "
-            "(outputs, batch), or an object with update(outputs, batch)."
+            f"{self._owner} needs the target of a batch: the second element of (x, y, ...), or one entry named "
+            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. {self._remedy}"
         )
 
 
@@ -286,7 +298,7 @@ class MetricAdapter:
     def __init__(self, metric: Any, name: str, device: torch.device):
         self.metric = metric.to(device) if hasattr(metric, "to") else metric
         self._wants_batch = "batch" in inspect.signature(metric.update).parameters
-        self._target = Target(name, _second_argument(metric.update))
+        self._target = Target(f"metric {name!r}", _second_argument(metric.update))
 
     def update(self, outputs: Any, batch: Any) -> None:
         self.metric.update(outputs, self.targets(batch))

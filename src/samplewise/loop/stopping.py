@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from samplewise.core.state import RandomState
-from samplewise.core.text import plural
+from samplewise.core.text import Table, Tabular, plural
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.parallel import collectives
@@ -91,7 +91,7 @@ def end_of_training(epochs: Any = None, updates: Any = None) -> Duration:
 
 
 @dataclass(frozen=True)
-class FitResult:
+class FitResult(Tabular):
     """Result of `Trainer.fit`.
 
     reason    why the training ended: "3 epochs are done", "stopped by SIGINT", or the text of `trainer.stop`
@@ -108,6 +108,10 @@ class FitResult:
     epochs: int
     updates: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def _table(self) -> Table:
+        cells = [f"{self.epochs:,}", f"{self.updates:,}", *(f"{value:.4g}" for value in self.metrics.values())]
+        return Table(["epochs", "updates", *self.metrics], [cells], self.reason)
 
     def __repr__(self) -> str:
         metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())

@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
+
+from samplewise.errors import TrainingWarning
 
 ACCOUNTANTS = ("pld", "rdp")
 CURVE_DELTAS = 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
@@ -58,8 +61,7 @@ class Releases:
             raise ValueError(f"noise_multiplier must be a finite number >= 0; found {self.noise_multiplier!r}.")
         if self.noise_multiplier > LARGEST_NOISE:
             raise ValueError(f"noise_multiplier must be at most {LARGEST_NOISE:g}; found {self.noise_multiplier!r}.")
-        if not (_is_number(self.sample_rate) and 0 < self.sample_rate <= 1):
-            raise ValueError(f"sample_rate must be a number in (0, 1]; found {self.sample_rate!r}.")
+        _check_rate(self.sample_rate)
         if not (_is_integer(self.updates) and self.updates >= 0):
             raise ValueError(f"updates must be an integer >= 0; found {self.updates!r}.")
         for name, value in (("max_batch", self.max_batch), ("dataset_size", self.dataset_size)):
@@ -131,6 +133,56 @@ def calibrate(
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
+def sampling_plan(
+    sample_rate: float | None,
+    batch_size: float | None,
+    updates: int | None,
+    epochs: float | None,
+    dataset_size: int | None,
+) -> tuple[float, int]:
+    """Sample rate and number of updates. Exactly one of `sample_rate` and `batch_size`, the expected number of units
+    per update, and exactly one of `updates` and `epochs` must be given.
+    """
+    for (name, value), (other, other_value) in (
+        (("sample_rate", sample_rate), ("batch_size", batch_size)),
+        (("updates", updates), ("epochs", epochs)),
+    ):
+        if (value is None) == (other_value is None):
+            count = "none" if value is None else "both"
+            raise ValueError(f"exactly one of {name} and {other} must be given; found {count}.")
+    if epochs is not None and not (_is_number(epochs) and 0 < epochs < math.inf):
+        raise ValueError(f"epochs must be a positive number; found {epochs!r}.")
+    if batch_size is not None:
+        if not (_is_integer(dataset_size) and dataset_size):
+            raise ValueError(
+                f"dataset_size must be a positive integer with batch_size; found {dataset_size!r}. Pass the number of "
+                "samples, or users."
+            )
+        assert dataset_size is not None
+        if not (_is_number(batch_size) and 0 < batch_size <= dataset_size):
+            raise ValueError(
+                f"batch_size must be a positive number, at most dataset_size={dataset_size}; found {batch_size!r}."
+            )
+        sample_rate = batch_size / dataset_size
+    assert sample_rate is not None
+    _check_rate(sample_rate)
+    if epochs is not None:
+        updates = max(1, round(epochs / sample_rate))
+    assert updates is not None
+    return sample_rate, updates
+
+
+def warn_of_delta(delta: float, units: int, unit: str = "sample") -> None:
+    """Warn if delta is too large for the number of units: publishing one unit at random has a delta of 1 / units."""
+    if delta * units >= 1:
+        warnings.warn(  # without the number of units, which may be a secret
+            f"delta should be below 1 / number of {unit}s, as a larger one permits publishing whole {unit}s; found "
+            f"{delta:g} for at least {math.ceil(1 / delta):,} {unit}s. Use a tenth of 1 / number of {unit}s, or less.",
+            TrainingWarning,
+            stacklevel=3,
+        )
+
+
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, (bool, str, bytes)) and not math.isnan(float(value))
@@ -143,6 +195,11 @@ def _is_integer(value: Any) -> bool:
         return not isinstance(value, bool) and operator.index(value) == value
     except TypeError:
         return False
+
+
+def _check_rate(sample_rate: float) -> None:
+    if not (_is_number(sample_rate) and 0 < sample_rate <= 1):
+        raise ValueError(f"sample_rate must be a number in (0, 1]; found {sample_rate!r}.")
 
 
 def _check_delta(delta: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from samplewise.core.text import plural
+from samplewise.core.text import Table, Tabular, plural
 from samplewise.errors import PrivacyError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
@@ -35,6 +35,8 @@ class Privacy:
         step = sw.Step(model, optimizer, loss_fn, privacy=privacy)
         sw.Trainer(step, "runs/private").fit(loader)
 
+    The same plan by batch size and epochs: sw.Privacy(..., batch_size=2048, epochs=40, dataset_size=60_000).
+
     Each update draws every sample with probability `sample_rate`, independently (Poisson sampling); clips the gradient
     of each sample to norm `clip`; adds Gaussian noise of standard deviation noise_multiplier × sensitivity to the sum;
     and divides by a public constant. Needs `pip install 'samplewise[privacy]'`.
@@ -47,8 +49,10 @@ class Privacy:
     to all samples of one user. None (default): they refer to single samples.
 
     Mechanism.
-    updates: number of updates that are paid for; more are refused.
-    sample_rate: probability with which a sample (or user) is drawn: expected batch size / number of samples.
+    updates: number of updates that are paid for; more are refused. Or `epochs`: passes over the dataset, in which
+    updates = round(epochs / sample_rate).
+    sample_rate: probability with which a sample (or user) is drawn: expected batch size / number of samples. Or
+    `batch_size`, the expected number of samples (or users) per update, with `dataset_size`.
     clip: bound of the norm of each sample's gradient, or a `sw.clip` with other settings, such as
     sw.clip(1.0, mode="automatic"). With sw.clip(1.0, by="parameter") the sensitivity is 1.0 × √(number of parameters),
     which the noise takes into account.
@@ -61,7 +65,8 @@ class Privacy:
     divide_by: public constant by which sums are divided; default: sample_rate × number of samples (or users), which
     makes that number public. With `divide_by`, checkpoints do not contain the number, unless `adaptive` or
     `dataset_size` makes it public.
-    dataset_size: number of samples (or users) of the dataset, which is public; only needed with `max_batch`.
+    dataset_size: number of samples (or users) of the dataset, which is public; only needed with `max_batch` and
+    `batch_size`.
 
     Run.
     seed: None (default) takes a key from the operating system. With a number, a run is reproducible, and not private.
@@ -69,7 +74,8 @@ class Privacy:
     observe: False (default) hides losses, norms and sizes of batches, which the guarantee does not cover: nothing of
     them is logged, and the ledger is refused. True shows them.
 
-    The arguments are attributes of the same names: `epsilon` and `noise_multiplier` are numbers, `clip` is a `sw.clip`.
+    The arguments, except batch_size and epochs, are attributes of the same names: `epsilon`, `noise_multiplier`,
+    `updates` and `sample_rate` are numbers, `clip` is a `sw.clip`.
     """
 
     epsilon: float
@@ -101,8 +107,10 @@ class Privacy:
         delta: float,
         accountant: Literal["pld", "rdp"] = "pld",
         users: Sequence[Hashable] | Tensor | None = None,
-        updates: int,
-        sample_rate: float,
+        updates: int | None = None,
+        epochs: float | None = None,
+        sample_rate: float | None = None,
+        batch_size: float | None = None,
         clip: float | Clip,
         adaptive: float | None = None,
         augmentations: int = 1,
@@ -113,17 +121,21 @@ class Privacy:
         secure: bool = False,
         observe: bool = False,
     ):
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "epochs", "batch_size")}
         if (epsilon is None) == (noise_multiplier is None):
             count = "none" if epsilon is None else "both"
             raise ValueError(f"exactly one of epsilon and noise_multiplier must be given; found {count}.")
-        vars(self).update(arguments, clip=_as_clip(clip))  # not by assignment: the instance is frozen
+        sample_rate, updates = accounting.sampling_plan(sample_rate, batch_size, updates, epochs, dataset_size)
+        arguments.update(sample_rate=sample_rate, updates=updates, clip=_as_clip(clip))
+        vars(self).update(arguments)  # not by assignment: the instance is frozen
         self._check()
         if epsilon is None:
             vars(self).update(epsilon=self.epsilon_after(updates))
         else:
             sampling = (sample_rate, updates, accountant, max_batch, dataset_size)
             vars(self).update(noise_multiplier=accounting.calibrate(epsilon, delta, *sampling))
+        if dataset_size is not None:
+            accounting.warn_of_delta(delta, dataset_size, self._unit)
         self._begin()
 
     def _begin(self) -> None:
@@ -207,6 +219,8 @@ class Privacy:
                 f"all loaders of one Privacy must have the same dataset; found {units} {self._unit}s after "
                 f"{self._state.units}. Make a Privacy for each dataset."
             )
+        if self._state.units is None and self.dataset_size is None:
+            accounting.warn_of_delta(self.delta, units, self._unit)
         self._state.units = units
         self._state.hides_units = self.divide_by is not None and self.dataset_size is None and self.adaptive is None
         if self._divisor.value is None:
@@ -276,13 +290,17 @@ def _as_clip(value: Any) -> Clip:
 
 
 @dataclass(frozen=True)
-class Spent:
+class Spent(Tabular):
     """Privacy spent so far: (epsilon, delta) after `updates` releases; `left`: updates that are still paid for."""
 
     epsilon: float
     delta: float
     updates: int
     left: int
+
+    def _table(self) -> Table:
+        cells = [f"{self.epsilon:.4g}", f"{self.delta:g}", f"{self.updates:,}", f"{self.left:,}"]
+        return Table(["epsilon", "delta", "updates", "updates left"], [cells], "privacy spent")
 
     def __repr__(self) -> str:
         return f"({self.epsilon:.4g}, {self.delta:g})-DP after {self.updates} updates; {self.left} left"

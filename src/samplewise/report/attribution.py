@@ -247,7 +247,8 @@ def _query(
 
 
 def _card(name: str, preview: Preview, lines: str) -> str:
-    return f'<div class="card">{as_html(preview)}<strong>{text(name)}</strong>{lines}</div>'
+    title = f"{name} {preview.get('name', '')}".rstrip()
+    return f'<div class="card">{as_html(preview)}<strong>{text(title)}</strong>{lines}</div>'
 
 
 def _label_line(name: str, value: str | None, label: str | None, prediction: str | None) -> str:

@@ -91,10 +91,11 @@ def read_previews(run: Path) -> Previews:
 
 def page_preview(entry: Preview) -> Preview:
     """An entry of the file as used by the page: data URL of an image, shortened text, or list of values."""
+    name = {"name": shortened(str(entry["name"]))} if "name" in entry else {}
     if "image" in entry:
-        return {"image": image_url(**entry["image"])}
+        return {"image": image_url(**entry["image"]), **name}
     if "text" in entry:
-        return {"text": shortened(str(entry["text"]), MAX_CHARACTERS)}
+        return {"text": shortened(str(entry["text"]), MAX_CHARACTERS), **name}
     values = entry.get("values")
     if values is None:
         return {}
@@ -102,7 +103,7 @@ def page_preview(entry: Preview) -> Preview:
         [shortened(str(name)), f"{value:.6g}" if isinstance(value, float) else shortened(str(value))]
         for name, value in list(values.items())[:MAX_VALUES]
     ]
-    return {"values": rows}
+    return {"values": rows, **name}
 
 
 def as_html(preview: Preview) -> str:

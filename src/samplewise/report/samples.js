@@ -9,6 +9,8 @@ const nameOf = key => data.columns.find(column => column.key === key).name;
 const rank = (k, score) => data.scores[score].order.indexOf(k) + 1;
 const order = () => data.scores[chosen].order;
 const title = k => `Sample ${data.ids[k]}`;
+// Id and name, such as a file name, which may be the id.
+const caption = k => [...new Set([data.ids[k], (data.previews[k] || {}).name])].filter(part => part !== undefined).join(" ");
 const columnsOf = k => data.columns.map(column => [column.name, value(column, k)]);
 
 const preview = k => {
@@ -36,7 +38,7 @@ const card = (k, place) => {
   const label = at("label", k), prediction = at("prediction", k);
   const wrong = typeof label === typeof prediction && label !== prediction;  // a name and a number cannot be compared
   const button = node("button", {type: "button", className: "card", onclick: () => pin(k, true)},
-    node("span", {className: "place", textContent: place}), preview(k), node("strong", {}, ...breakable(data.ids[k])),
+    node("span", {className: "place", textContent: place}), preview(k), node("strong", {}, ...breakable(caption(k))),
     line("label", "label", k, "label"), line("predicted", "prediction", k, wrong ? "label wrong" : "label"),
     facts([...keys].map(key => [nameOf(key).replace("gradient ", ""), at(key, k)])));
   button.dataset.sample = k;

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.batches import Path, cut, length, name_of, pick, row_counts
+from samplewise.core.batches import Path, cut, length, name_of, pick_column, row_counts
 from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.parallel.mode import WindowTotals
@@ -280,7 +280,7 @@ class BatchColumns:
 
 def record_columns(batch: Any, keys: Mapping[str, Hashable], epoch: int, rows: slice | None = None) -> BatchColumns:
     """Values of the batch, or of these rows of it, under the keys. `keys`: column name -> key of the batch."""
-    values = {name: pick(batch, key) for name, key in keys.items()}
+    values = {name: pick_column(batch, key) for name, key in keys.items()}
     if rows is not None:
         values = {name: column[rows] for name, column in values.items()}
     return BatchColumns(epoch, values)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.files import absolute, write_json
-from samplewise.core.text import plural, render
+from samplewise.core.text import Table, Tabular, plural
 
 if TYPE_CHECKING:
     import pandas
@@ -45,8 +45,8 @@ def subsets(dataset_size: int, count: int, *, fraction: float = 0.5, seed: int =
 
 
 @dataclass(frozen=True, repr=False)
-class LDS:
-    """Linear datamodeling score of attribution scores. `print` shows it beside baselines.
+class LDS(Tabular):
+    """Linear datamodeling score of attribution scores, shown beside baselines.
 
     mean: over queries
     standard_error: of the mean, by bootstrap over subsets and queries
@@ -67,22 +67,15 @@ class LDS:
     ceiling: float | None = None
     baselines: Mapping[str, LDS] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return f"LDS({self.mean:.3f} ± {self.standard_error:.3f}, {self._conditions})"
-
-    def __str__(self) -> str:
-        title = f"LDS over {self._conditions}"
+    def _table(self) -> Table:
+        limit = "" if self.ceiling is None else f", ceiling {self.ceiling:.3f}"
+        title = f"LDS over {self.subsets} subsets and {plural(len(self.per_query), 'query', 'queries')}{limit}"
         rows = [(name, f"{result.mean:.3f}", f"{result.standard_error:.3f}") for name, result in self._all().items()]
-        return render(("scores", "LDS", "± standard error"), rows, title)
+        return Table(("scores", "LDS", "± standard error"), rows, title)
 
     def to_pandas(self) -> pandas.DataFrame:
         """DataFrame with the score of each query: a row per query, a column for these scores and for each baseline."""
         return by_query({name: result.per_query for name, result in self._all().items()})
-
-    @property
-    def _conditions(self) -> str:
-        limit = "" if self.ceiling is None else f", ceiling {self.ceiling:.3f}"
-        return f"{self.subsets} subsets and {plural(len(self.per_query), 'query', 'queries')}{limit}"
 
     def _all(self) -> dict[str, LDS]:
         return {"these scores": self, **self.baselines}

@@ -17,14 +17,14 @@ from samplewise.attribution.evaluate.retrain import retrain
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples
 from samplewise.attribution.projected_features import OutputFn, margin
 from samplewise.core.state import random_state_restored
-from samplewise.core.text import plural, render
+from samplewise.core.text import Table, Tabular, plural
 
 if TYPE_CHECKING:
     import pandas
 
 
 @dataclass(frozen=True, repr=False)
-class Removal:
+class Removal(Tabular):
     """Mean decrease of the output of a query after retraining without k training samples, for each kind of scores.
 
     decrease, standard_error: mean over queries and its standard error, by kind: "these scores", "random", baselines
@@ -36,22 +36,15 @@ class Removal:
     standard_error: Mapping[str, float]
     per_query: Mapping[str, Tensor]
 
-    def __repr__(self) -> str:
-        means = (f"{name} {mean:.3f} ± {self.standard_error[name]:.3f}" for name, mean in self.decrease.items())
-        return f"Removal(k={self.k}, {self._queries}, decrease: {', '.join(means)})"
-
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         rows = [(name, f"{mean:.3f}", f"{self.standard_error[name]:.3f}") for name, mean in self.decrease.items()]
-        title = f"decrease of the output without {plural(self.k, 'training sample')}, {self._queries}"
-        return render(("removed by", "decrease", "± standard error"), rows, title)
+        queries = plural(len(next(iter(self.per_query.values()))), "query", "queries")
+        title = f"decrease of the output without {plural(self.k, 'training sample')}, {queries}"
+        return Table(("removed by", "decrease", "± standard error"), rows, title)
 
     def to_pandas(self) -> pandas.DataFrame:
         """DataFrame with the decrease of each query: a row per query, a column for each kind of scores."""
         return by_query(self.per_query)
-
-    @property
-    def _queries(self) -> str:
-        return plural(len(next(iter(self.per_query.values()))), "query", "queries")
 
 
 def removal(

@@ -40,7 +40,6 @@ from samplewise.core.batches import leaves
 from samplewise.core.files import absolute, read_tensors, require_safetensors, sha256, write_json, write_tensors
 from samplewise.core.state import random_state_restored
 from samplewise.core.text import progress
-from samplewise.dataset_pass import check_order, check_repeatable
 from samplewise.errors import StoreError
 from samplewise.step.step import Step
 
@@ -84,8 +83,6 @@ def retrain(
     processes: number of worker processes, with one torch thread each; make_step and dataset must be picklable then
     collate_fn: of a DataLoader; default: that of torch
     """
-    check_repeatable(queries, "queries")
-    check_order(queries, "Use shuffle=False: outputs are in the order of the queries.")
     for name, number in (
         ("epochs", epochs),
         ("batch_size", batch_size),

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from samplewise.attribution.projected_features import OutputFn, outputs_and_weights
 from samplewise.core.losses import LossFn, per_sample
 from samplewise.core.state import eval_mode, random_state_restored
+from samplewise.dataset_pass import check_order, check_repeatable
 from samplewise.step.step import Step
 
 MakeStep = Callable[[], Step]
@@ -58,6 +59,10 @@ class Training:
     epochs: int
     batch_size: int
     collate_fn: Callable[[list[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_order(self.queries, "Use shuffle=False: outputs are in the order of the queries.")
+        check_repeatable(self.queries, "queries")
 
     def new_step(self, seed: int) -> Step:
         """A new model with its step, initialized from the seed. The caller restores the random state."""

@@ -11,4 +11,5 @@ how it is written and read
     io               writing a checkpoint atomically, also in the background; reading it
 which exist
     directory        the checkpoints of a run; `sw.load_checkpoint`
+    trained          the models in the checkpoints of runs, for passes over a dataset without training
 """
