@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samplewise.core.validate import refuse_keras
 from samplewise.engine.deferred_checks import finite_losses, finite_weights
 from samplewise.errors import LossesError, ParameterError
 from samplewise.parallel.ddp import inner
@@ -62,6 +63,7 @@ def _named_tensors(parameters: Any) -> dict[str, Tensor]:
         are_pairs = all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items)
         pairs = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
     else:
+        refuse_keras(parameters)
         advice = "Pass the model."
         if isinstance(parameters, Tensor):
             advice = "Wrap it in a list."
@@ -93,6 +95,9 @@ def _kind(thing: object) -> str:
 
 def check_is_tensor(losses: object, usage: str) -> None:
     """Check that the first argument is a tensor, and not a model. `usage`: the call as it should be written."""
+    if isinstance(losses, Tensor):
+        return
+    refuse_keras(losses)
     if isinstance(losses, nn.Module):
         raise LossesError(
             f"losses must be the first argument; found a module ({type(losses).__name__}) in its place. Write {usage}."
@@ -102,6 +107,7 @@ def check_is_tensor(losses: object, usage: str) -> None:
 def check_model(model: object, usage: str) -> None:
     """Check that the first argument is a module. `usage`: the call as it should be written."""
     if not isinstance(model, nn.Module):
+        refuse_keras(model)
         raise TypeError(
             f"model must be a torch.nn.Module and the first argument; found {_kind(model)} in its place. Write {usage}."
         )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.core.microbatch import Auto, as_microbatch
-from samplewise.core.validate import accepts
+from samplewise.core.validate import accepts, refuse_keras
 from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.launch import ParallelArgument
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
@@ -117,6 +117,7 @@ def as_record(names: Any) -> frozenset[str]:
 
 def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
     """Raise TypeError if the arguments of `Step` are in another order."""
+    refuse_keras(model)
     types = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
     swapped = isinstance(loss_fn, (Optimizer, GradientDescent)) and not isinstance(optimizer, Optimizer)
     if not isinstance(model, nn.Module) or swapped:
