@@ -133,11 +133,16 @@ def test_swapped_arguments_are_refused_before_the_first_batch(task):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
+        (
+            (torch.ones(3, 6), torch.zeros(3)),
+            r"found a tuple of 2 tensors with 3 rows each, which is one batch. Pass a",
+        ),
+        ((torch.ones(3, 6), torch.zeros(3, 6).long()), r"found a tuple of 2 tensors with 3 rows each, which is one b"),
         (torch.ones(3, 6), r"found a Tensor of shape \(3, 6\), whose rows are not batches"),
         (TensorDataset(torch.ones(3, 6)), r"found a TensorDataset, whose items are single samples\. Pass DataLoader"),
         (None, "a loader must be an iterable of batches; found a NoneType"),
     ],
-    ids=["tensor", "dataset", "none"],
+    ids=["batch", "batch of one shape", "tensor", "dataset", "none"],
 )
 def test_something_that_yields_no_batches(task, loader, message):
     with pytest.raises(sw.BatchError, match=message):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samplewise.core.batches import check_loader, copied, cut, keep_whole, length
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.comparisons import difference_of_slice
-from samplewise.core.losses import LossFn, as_loss_fn, constants_of, per_sample
+from samplewise.core.losses import LossFn, as_loss_fn, constants_of, note_causes, per_sample
 from samplewise.core.memory import count_saved_bytes
 from samplewise.core.microbatch import Halving, Microbatch, MicrobatchSize, as_microbatch, memory_budget
 from samplewise.core.state import eval_mode
@@ -97,9 +97,13 @@ class Scanner:
             state.restore()
 
     def _losses(self, microbatch: Any) -> Tensor:
-        with torch.enable_grad():
-            losses = per_sample(self._loss_fn(self._model, microbatch))[0]
-        check_attached(losses)
+        try:
+            with torch.enable_grad():
+                losses = per_sample(self._loss_fn(self._model, microbatch))[0]
+            check_attached(losses)
+        except Exception as error:
+            note_causes(error, self._model, microbatch)
+            raise
         return losses
 
     def _losses_within_budget(self, microbatch: Any, samples: int) -> Tensor | None:

@@ -142,9 +142,9 @@ def check_losses(losses: Tensor) -> None:
 def check_attached(losses: object) -> None:
     """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
-        advice = (
-            "Return the losses from the loss function." if losses is None else "Use torch.stack for a list of tensors."
-        )
+        advice = "Use torch.stack for a list with one tensor per sample, or add up several losses of each sample."
+        if losses is None:
+            advice = "Return the losses from the loss function."
         raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}. {advice}")
     if losses.dim() != 1:
         if losses.dim() == 0:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from samplewise.core.batches import copied, cut, length
 from samplewise.core.closure_state import CallSnapshot
-from samplewise.core.losses import Criterion, LossFn, columns_of, per_sample
+from samplewise.core.losses import Criterion, LossFn, columns_of, note_causes, per_sample
 from samplewise.core.memory import count_saved_bytes
 from samplewise.core.text import plural
 from samplewise.engine.arguments import check_attached
@@ -103,22 +103,26 @@ class LossEvaluator:
         """Losses (B,), attached to the autograd graph, and counts (B,), or None if the loss function returns none."""
         started = perf_counter()
         note_hooks(() if self.ranks.sharded else self.modules)  # `harmless_hooks` has those of sharded models
-        if self._bare and self.guard is None:
-            result = self.loss_fn(self.model, microbatch)
-        else:
-            with (
-                self.precision.autocast(self.trained.device),
-                nullcontext() if self.budget is None else count_saved_bytes(*self.modules, budget=self.budget),
-                nullcontext() if self.guard is None else self.guard.watching(),
-            ):
-                result = self.loss_fn(self.model, microbatch)
         counts = None
         self.columns = None
-        if isinstance(result, Tensor):
-            losses = result
-        else:
-            losses, counts = per_sample(result)
-        check_attached(losses)
+        try:
+            if self._bare and self.guard is None:
+                result = self.loss_fn(self.model, microbatch)
+            else:
+                with (
+                    self.precision.autocast(self.trained.device),
+                    nullcontext() if self.budget is None else count_saved_bytes(*self.modules, budget=self.budget),
+                    nullcontext() if self.guard is None else self.guard.watching(),
+                ):
+                    result = self.loss_fn(self.model, microbatch)
+            if isinstance(result, Tensor):
+                losses = result
+            else:
+                losses, counts = per_sample(result)
+            check_attached(losses)
+        except Exception as error:
+            note_causes(error, self.model, microbatch)
+            raise
         if losses is not result:
             self.columns = columns_of(result, losses)
             if self.columns is not None and self.criterion is None and get_proxy_mode() is not None:
