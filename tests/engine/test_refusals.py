@@ -500,3 +500,16 @@ def test_a_keras_model_of_another_backend_names_the_integration(call):
 def test_another_object_than_a_model_is_named():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module; found dict. Pass the model."):
         sw.fisher({}, lambda model, batch: batch, [noise(3, 2)])
+
+
+def test_the_output_of_a_hugging_face_model_is_no_loss():
+    out = type("Output", (), {"loss": torch.ones(()), "logits": torch.ones(3, 2)})()
+    with pytest.raises(sw.LossesError, match=r"found Output\. Pass its loss, .*out\.loss, model, outputs=out\.logits"):
+        sw.gradients(out, small()[0])
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 5, torch.ones(5).numpy()], ids=["list", "array"])
+def test_weights_that_are_no_tensor(weights):
+    model, x = small()
+    with pytest.raises(sw.ParameterError, match=r"found (list|ndarray)\. Use torch\.as_tensor for arrays and lists"):
+        sw.gradients(squared_loss(model(x)), model).sum(weights)

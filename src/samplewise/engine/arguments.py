@@ -143,7 +143,9 @@ def check_attached(losses: object) -> None:
     """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
         advice = "Use torch.stack for a list with one tensor per sample, or add up several losses of each sample."
-        if losses is None:
+        if hasattr(losses, "logits"):  # output of a Hugging Face model
+            advice = "Pass its loss, and outputs=its logits: sw.gradients(out.loss, model, outputs=out.logits)."
+        elif losses is None:
             advice = "Return the losses from the loss function."
         raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}. {advice}")
     if losses.dim() != 1:
@@ -189,7 +191,7 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
     if not isinstance(weights, Tensor) or weights.shape != losses.shape:
         raise ParameterError(
             f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
-            f"found {_shape_or_type(weights)}."
+            f"found {_shape_or_type(weights)}. Use torch.as_tensor for arrays and lists."
         )
     _check_device(weights, losses.device, what, "losses")
     if check is not None:

@@ -134,7 +134,11 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             "Call its step(metric) yourself, after validation."
         )
     if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
-        raise TypeError(f"scheduler must be a scheduler of torch.optim.lr_scheduler; found {scheduler!r}.")
+        name = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)
+        raise TypeError(
+            f"scheduler must be an object of torch.optim.lr_scheduler; found {name}. Create it with the optimizer: "
+            "StepLR(optimizer, step_size=100)."
+        )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise TypeError(
             "scheduler must be created with the optimizer of the step; found that it has another one. "
