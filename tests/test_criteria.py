@@ -491,3 +491,9 @@ def test_an_error_of_the_model_stays_as_it_is():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         sw.Step(nn.Linear(6, C).double(), sw.sgd(0.1), nn.CrossEntropyLoss()).run([(X, CLASSES)])
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize(("name", "loss_fn"), [("out", lambda out, y: out), ("y_true", lambda y_true, y_pred: y_true)])
+def test_a_criterion_of_outputs_in_place_of_a_loss_function(name, loss_fn):
+    with pytest.raises(TypeError, match=rf"\(model, batch\) -> losses.*whose first argument is '{name}'\. Write for"):
+        sw.Step(nn.Linear(5, C), sw.sgd(0.1), loss_fn)

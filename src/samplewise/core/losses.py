@@ -24,10 +24,11 @@ LossFn = Callable[[Any, Any], Any]  # (model, batch); Any: functions may be anno
 F = TypeVar("F", bound=Callable[..., Any])
 PREDICTION_COLUMNS = ("label", "prediction", "margin")
 IGNORE_INDEX = -100  # label that nn.CrossEntropyLoss leaves out by default
-# Names of a first argument that is the output of a model, as in a criterion (prediction, target).
+# Names of a first argument that is the output of a model, as in a criterion (prediction, target), or of Keras' (y_true,
+# y_pred).
 OUTPUT_NAMES = frozenset(
     "input inputs input1 out output outputs pred preds prediction predictions logits log_probs y_pred y_hat"
-    " yhat".split()
+    " yhat y_true".split()
 )
 
 
