@@ -350,6 +350,8 @@ def test_other_functions_of_predictions_are_refused():
         (F.gaussian_nll_loss, "gaussian_nll_loss", "input"),
         (F.ctc_loss, "ctc_loss", "log_probs"),
         (lambda pred, y: (pred - y).square(), "<lambda>", "pred"),
+        (lambda out, y: (out - y).square(), "<lambda>", "out"),
+        (lambda y_true, y_pred: (y_pred - y_true).square(), "<lambda>", "y_true"),
         (partial(F.gaussian_nll_loss, full=True), "partial", "input"),
     ]:
         with pytest.raises(TypeError, match=message.format(name, first)):
@@ -491,9 +493,3 @@ def test_an_error_of_the_model_stays_as_it_is():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         sw.Step(nn.Linear(6, C).double(), sw.sgd(0.1), nn.CrossEntropyLoss()).run([(X, CLASSES)])
     assert not hasattr(caught.value, "__notes__")
-
-
-@pytest.mark.parametrize(("name", "loss_fn"), [("out", lambda out, y: out), ("y_true", lambda y_true, y_pred: y_true)])
-def test_a_criterion_of_outputs_in_place_of_a_loss_function(name, loss_fn):
-    with pytest.raises(TypeError, match=rf"\(model, batch\) -> losses.*whose first argument is '{name}'\. Write for"):
-        sw.Step(nn.Linear(5, C), sw.sgd(0.1), loss_fn)

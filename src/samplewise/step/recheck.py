@@ -169,8 +169,8 @@ class Recheck:
             problem = str(error).partition("\n")[0]
         if first and single and (length(microbatch) or 1) > 1:
             warn(
-                f"the loss function returns one loss for a batch of {length(microbatch)} rows, so that the batch counts "
-                "as one sample. If it is a mean over the batch, return one loss per sample: reduction='none'."
+                f"the loss function returns one loss for a batch of {length(microbatch)} rows, so that the batch "
+                "counts as one sample. If it is a mean over the batch, return one loss per sample: reduction='none'."
             )
         _check_untracked(self.evaluator.trained.untracked_parameters(), reached)
         if problem is not None and self.every:
