@@ -169,3 +169,11 @@ def test_slices_of_sample_data_interact(microbatch):
     ((_, g),) = sw.scan(model, centered, [(x, y)], microbatch=microbatch)
     with pytest.raises(sw.SamplesInteractError, match=r"Mean .* mixes samples"):
         g.norms()
+
+
+def test_batches_that_are_tensors_of_other_lengths():
+    """Padded sequences: one row per sample, and as many columns as the longest one has."""
+    model = nn.Embedding(9, 4)
+    loader = (torch.ones(3, 5).long(), torch.ones(3, 7).long())
+    found = [len(g) for _, g in sw.scan(model, lambda model, batch: model(batch).square().sum((1, 2)), loader)]
+    assert found == [3, 3]

@@ -210,7 +210,7 @@ def test_an_optimizer_step_is_named_in_other_calls():
         sw.gradients(losses, model).backward()
     model, x, logits, losses = stepped()
     with pytest.raises(sw.GraphError, match=STEPPED):
-        sw.backward(losses.mean(), model, outputs=logits, transforms=[sw.clip(1.0)])
+        sw.backward(losses.mean(), model, outputs=logits, transforms=[sw.clip(1.0)], denominator=5)
     model, x, logits, losses = stepped(wrap=lambda call, x: call(x.requires_grad_()))
     with pytest.raises(sw.GraphError, match=STEPPED):
         sw.input_gradients(losses, x)

@@ -330,10 +330,10 @@ def check_loader(loader: Any) -> None:
             f"a loader must be an iterable of batches; found {description}, whose items are single samples. Pass "
             "DataLoader(dataset, batch_size=64), or DataLoader(dataset, batch_size=None) if its items are batches."
         )
-    if isinstance(loader, (tuple, list)) and 1 < len(loader) < 5 and all(isinstance(t, Tensor) for t in loader):
-        # Batches that are tensors have one dtype and one shape beyond their rows; x and y rarely have both.
-        kinds = {(t.dtype, t.shape[1:]) for t in loader}
-        if len({t.shape[:1] for t in loader}) == 1 and len(kinds) > 1:
+    if isinstance(loader, (tuple, list)) and all(isinstance(t, Tensor) and t.dim() for t in loader):
+        # Batches that are tensors have one dtype and one number of dimensions; x and y rarely have both in common.
+        kinds = {(t.dtype, t.dim()) for t in loader}
+        if len(kinds) > 1 and len({len(t) for t in loader}) == 1:
             raise BatchError(
                 f"a loader must be an iterable of batches; found {description} of {len(loader)} tensors with "
                 f"{len(loader[0])} rows each, which is one batch. Pass a list of batches: [(x, y)]."
