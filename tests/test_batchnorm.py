@@ -302,5 +302,5 @@ def test_advice_for_groups():
 
 
 def test_something_else_than_a_model():
-    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module; found generator\. Pass the model\."):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; found generator\. Pass the model\."):
         sw.freeze_batchnorm(nn.Linear(2, 2).parameters())

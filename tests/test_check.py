@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
+from samplewise.check import ParameterCheck
 from samplewise.testing.case import noise
 
 
@@ -104,3 +105,38 @@ def test_a_gradient_that_consists_of_rounding_errors_is_right():
     norms = {line.parameter: line.norm for line in result.lines}
     assert 0 < norms["keys.bias"] < 1e-15
     assert result.ok, str(result)
+
+
+class Cast(nn.Module):
+    """Casts its weight to float32 before it is used, as layers of Keras do."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(6, 40)
+
+    def forward(self, x):
+        return F.linear(x.float(), self.f.weight.float(), self.f.bias.float()).double()
+
+
+def test_rounding_of_a_model_that_casts_its_parameters_is_not_an_error():
+    torch.manual_seed(0)
+    found = sw.check(Cast(), lambda model, batch: model(batch).square().sum((1, 2)), torch.randn(8, 5, 6))
+    assert any(error > 1e-9 for line in found.lines for error in line.errors.values())
+    assert found.ok
+    assert "uses f.weight, f.bias in lower precision than float64: errors up to 6e-06 are ok" in str(found)
+    wrong = ParameterCheck("w", (1,), 1.0, {"rows": 1e-5}, found.lines[0].tolerance)
+    assert not wrong.ok
+
+
+def test_something_else_than_one_batch():
+    model = nn.Linear(6, 3)
+    with pytest.raises(
+        TypeError, match=r"batch must be one batch; found a list with one batch\. Pass the batch itself"
+    ):
+        sw.check(model, nn.MSELoss(), [(torch.ones(2, 6), torch.ones(2, 3))])
+    with pytest.raises(AttributeError) as caught:
+        sw.check(model, lambda model, batch: model(batch.float()), torch.ones(2, 6).numpy())
+    assert caught.value.__notes__ == [
+        "samplewise: the batch holds ndarray in place of tensors. Use a DataLoader, which converts arrays, or "
+        "torch.as_tensor(array)."
+    ]

@@ -350,6 +350,8 @@ def test_other_functions_of_predictions_are_refused():
         (F.gaussian_nll_loss, "gaussian_nll_loss", "input"),
         (F.ctc_loss, "ctc_loss", "log_probs"),
         (lambda pred, y: (pred - y).square(), "<lambda>", "pred"),
+        (lambda out, y: (out - y).square(), "<lambda>", "out"),
+        (lambda y_true, y_pred: (y_pred - y_true).square(), "<lambda>", "y_true"),
         (partial(F.gaussian_nll_loss, full=True), "partial", "input"),
     ]:
         with pytest.raises(TypeError, match=message.format(name, first)):
@@ -459,3 +461,46 @@ def test_prediction_columns_of_any_dtype_of_labels(dtype):
     others = logits.masked_fill(F.one_hot(CLASSES, C).bool(), -torch.inf).amax(1)
     torch.testing.assert_close(update.columns["margin"], own - others)
     assert update.columns["label"].tolist() == CLASSES.tolist()
+
+
+# --- targets of the wrong dtype, class indices out of range -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("criterion", "target", "message"),
+    [
+        (
+            nn.CrossEntropyLoss(),
+            CLASSES.int(),
+            r"CrossEntropyLoss needs a target of torch.int64; found torch.int32\. Use",
+        ),
+        (
+            nn.CrossEntropyLoss(),
+            CLASSES > 0,
+            r"needs a target of torch.int64; found torch.bool\. Use target.long\(\)\.",
+        ),
+        (
+            nn.CrossEntropyLoss(),
+            CLASSES + 1,
+            r"class indices from 0 to 3 for predictions of shape \(7, 4\); found 1 to 4",
+        ),
+        (nn.NLLLoss(), CLASSES - 1, r"NLLLoss needs class indices from 0 to 3 .*; found -1 to 2\. Number the classes"),
+        (nn.CrossEntropyLoss(ignore_index=0), CLASSES + 1 - (CLASSES == 0).long(), r"from 0 to 3 .*; found 2 to 4\."),
+        (
+            nn.BCEWithLogitsLoss(),
+            ZERO_ONE.long(),
+            r"needs a target of torch.float64; found torch.int64\. Use target.to",
+        ),
+        (nn.BCEWithLogitsLoss(), ZERO_ONE > 0, r"found torch.bool\. Use target.to\(torch.float64\)\."),
+    ],
+)
+def test_targets_of_the_wrong_dtype_or_range(criterion, target, message):
+    model = nn.Linear(5, C).double()
+    with pytest.raises(sw.LossesError, match=message):
+        sw.Step(model, sw.sgd(0.1), criterion).run([(X, target)])
+
+
+def test_an_error_of_the_model_stays_as_it_is():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        sw.Step(nn.Linear(6, C).double(), sw.sgd(0.1), nn.CrossEntropyLoss()).run([(X, CLASSES)])
+    assert not hasattr(caught.value, "__notes__")

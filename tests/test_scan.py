@@ -133,11 +133,16 @@ def test_swapped_arguments_are_refused_before_the_first_batch(task):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
+        (
+            (torch.ones(3, 6), torch.zeros(3)),
+            r"found a tuple of 2 tensors with 3 rows each, which is one batch. Pass a",
+        ),
+        ((torch.ones(3, 6), torch.zeros(3, 6).long()), r"found a tuple of 2 tensors with 3 rows each, which is one b"),
         (torch.ones(3, 6), r"found a Tensor of shape \(3, 6\), whose rows are not batches"),
         (TensorDataset(torch.ones(3, 6)), r"found a TensorDataset, whose items are single samples\. Pass DataLoader"),
         (None, "a loader must be an iterable of batches; found a NoneType"),
     ],
-    ids=["tensor", "dataset", "none"],
+    ids=["batch", "batch of one shape", "tensor", "dataset", "none"],
 )
 def test_something_that_yields_no_batches(task, loader, message):
     with pytest.raises(sw.BatchError, match=message):
@@ -164,3 +169,11 @@ def test_slices_of_sample_data_interact(microbatch):
     ((_, g),) = sw.scan(model, centered, [(x, y)], microbatch=microbatch)
     with pytest.raises(sw.SamplesInteractError, match=r"Mean .* mixes samples"):
         g.norms()
+
+
+def test_batches_that_are_tensors_of_other_lengths():
+    """Padded sequences: one row per sample, and as many columns as the longest one has."""
+    model = nn.Embedding(9, 4)
+    loader = (torch.ones(3, 5).long(), torch.ones(3, 7).long())
+    found = [len(g) for _, g in sw.scan(model, lambda model, batch: model(batch).square().sum((1, 2)), loader)]
+    assert found == [3, 3]

@@ -152,7 +152,7 @@ def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update(throug
     framework = Framework(1, torch.amp.GradScaler("cpu", init_scale=8.0))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     z = model(x)
-    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], through(framework))
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], through(framework), denominator=B)
     framework.scaler.step(optimizer)
     framework.scaler.update()
     assert stats.norms.isnan().all()
@@ -160,7 +160,7 @@ def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update(throug
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     z = model(x)
     with pytest.raises(NonFiniteLossError, match="sample 2"):
-        sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], Framework())
+        sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], Framework(), denominator=B)
 
 
 @pytest.mark.parametrize("transforms", [[], [sw.clip(0.5)]], ids=["recorded", "clipped"])
@@ -398,3 +398,30 @@ def test_representation():
     assert repr(sw.backward(layer(x)[:, 0], layer)) == shown.format(0)
     assert repr(sw.backward(layer(x)[:, 0], layer, transforms=[sw.clip(3.0)])) == shown.format(1)
     assert repr(sw.backward(layer(x)[:, 0], layer, transforms=[sw.clip(1.5, by="parameter")])) == shown.format(2)
+
+
+@pytest.mark.parametrize(
+    "mean", [F.cross_entropy, lambda z, y: F.cross_entropy(z, y, reduction="none").mean()], ids=["criterion", "mean"]
+)
+def test_a_forgotten_denominator_is_a_warning(mean):
+    model, x, y = problem()
+    z = model(x)
+    message = rf"the loss is a mean, but denominator is 1: .* Pass denominator={B}, the number of samples"
+    with pytest.warns(sw.TrainingWarning, match=message):
+        sw.backward(mean(z, y), model, z, [sw.clip(0.5)])
+    z = model(x)
+    sw.backward(mean(z, y), model, z, [sw.clip(0.5)])  # once per model
+    for arguments in (
+        {"transforms": [sw.clip(0.5)], "denominator": B},
+        {"transforms": [sw.weight(lambda batch: batch)], "batch": torch.ones(B)},  # does not depend on norms
+        {},
+    ):
+        model, x, y = problem()
+        z = model(x)
+        sw.backward(mean(z, y), model, z, **arguments)
+    model, x, y = problem()
+    z = model(x)
+    sw.backward(F.cross_entropy(z, y, reduction="sum"), model, z, [sw.clip(0.5)])
+    model, x, y = problem()
+    z = model(x[:1])
+    sw.backward(mean(z, y[:1]), model, z, [sw.clip(0.5)])  # a mean of one sample

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from samplewise.core.batches import copied, keep_whole, map_leaves
 from samplewise.core.closure_state import CallSnapshot, state_restored
 from samplewise.core.comparisons import RANDOM, changed_by_exchange, changed_by_order, loss_alone, why_not_alone
-from samplewise.core.losses import LossFn, as_loss_fn, constants_of, per_sample
+from samplewise.core.losses import LossFn, as_loss_fn, constants_of, note_causes, per_sample
 from samplewise.core.text import Table, Tabular, listed, plural
 from samplewise.engine.arguments import check_model, wanted_parameters
-from samplewise.engine.gradients import gradients
+from samplewise.engine.gradients import Gradients, gradients
+from samplewise.engine.graph.graph import Edge, Graph
 from samplewise.engine.strategies import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
 
@@ -33,10 +34,11 @@ class ParameterCheck:
     shape: tuple[int, ...]
     norm: float
     errors: dict[str, float]  # of rows, norms and sum, each relative to the largest absolute value
+    tolerance: float = TOLERANCE
 
     @property
     def ok(self) -> bool:
-        return all(error <= TOLERANCE for error in self.errors.values())
+        return all(error <= self.tolerance for error in self.errors.values())
 
     def cells(self) -> tuple[str, ...]:
         """Cells of a row of the printed table."""
@@ -78,14 +80,20 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     if isinstance(batch, (DataLoader, Dataset, Iterator)):
         remedy = "next(iter(DataLoader(dataset, batch_size=8)))" if isinstance(batch, Dataset) else "next(iter(loader))"
         raise TypeError(f"batch must be one batch; found a {type(batch).__name__}. Pass {remedy}.")
+    if isinstance(batch, list) and len(batch) == 1 and isinstance(batch[0], (tuple, dict)):
+        raise TypeError("batch must be one batch; found a list with one batch. Pass the batch itself.")
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     model_copy = copy.deepcopy(model).double()
     batch = keep_whole(map_leaves(batch, _as_double), constants_of(loss_fn))
     with state_restored([loss_fn]), torch.enable_grad():
-        losses = per_sample(loss_fn(model_copy, copied(batch)))[0]
+        try:
+            losses = per_sample(loss_fn(model_copy, copied(batch)))[0]
+        except Exception as error:
+            note_causes(error, model_copy, batch)
+            raise
         try:
             g = gradients(losses, model_copy)
-            lines = _compare(losses, g.full(), g.norms(by="parameter"), g.sum(), model_copy)
+            lines = _compare(losses, g, model_copy)
         except SamplewiseError as error:
             if not isinstance(error, (SamplesInteractError, GraphError)):
                 raise
@@ -98,9 +106,11 @@ def _as_double(leaf: Any) -> Any:
     return leaf.detach().double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _compare(
-    losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], model_copy: nn.Module
-) -> list[ParameterCheck]:
+def _compare(losses: Tensor, g: Gradients, model_copy: nn.Module) -> list[ParameterCheck]:
+    full = g.full()
+    norms = g.norms(by="parameter")
+    total = g.sum()
+    tolerances = _tolerances(g._graph)
     rows = jacobian_rows(losses, wanted_parameters(model_copy).named)
     noise = torch.finfo(losses.dtype).eps * max(
         (row.abs().max().item() for row in rows.values() if row.numel()), default=0.0
@@ -114,8 +124,20 @@ def _compare(
             "norms": _relative_error(norms[name], expected, noise),
             "sum": _relative_error(total[name], row.sum(0), noise, row),
         }
-        checks.append(ParameterCheck(name, tuple(row.shape[1:]), expected.max().item(), errors))
+        tolerance = tolerances.get(name, TOLERANCE)
+        checks.append(ParameterCheck(name, tuple(row.shape[1:]), expected.max().item(), errors, tolerance))
     return checks
+
+
+def _tolerances(graph: Graph) -> dict[str, float]:
+    """Tolerance for parameters that the model casts to a lower precision before it uses them, as Keras does."""
+    tolerances = {}
+    for leaf, name in graph.leaves.items():
+        edges = [Edge(user, slot) for user, _ in graph.consumers[leaf] for slot in graph.used_slots(user)]
+        eps = max(torch.finfo(edge.dtype).eps for edge in edges)
+        if eps > torch.finfo(torch.float64).eps:
+            tolerances[name] = eps**0.75
+    return tolerances
 
 
 def _relative_error(result: Tensor, expected: Tensor, noise: float, scale: Tensor | None = None) -> float:
@@ -171,6 +193,9 @@ def _advice(model_copy: nn.Module, lines: list[ParameterCheck]) -> list[str]:
     unused = [line.parameter for line in lines if line.norm == 0]
     frozen = [name for name, p in model_copy.named_parameters() if not p.requires_grad]
     notes = []
+    for tolerance in sorted({line.tolerance for line in lines} - {TOLERANCE}):
+        names = listed(line.parameter for line in lines if line.tolerance == tolerance)
+        notes.append(f"the model uses {names} in lower precision than float64: errors up to {tolerance:.0e} are ok")
     if unused:
         notes.append(f"the losses do not depend on these parameters: {', '.join(unused)}")
     if frozen:

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import SHAPE_ERRORS, check_batch, check_loader, copied, cut, keep_whole, length
+from samplewise.core.batches import check_loader, copied, cut, keep_whole, length
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.comparisons import difference_of_slice
-from samplewise.core.losses import LossFn, as_loss_fn, constants_of, per_sample
+from samplewise.core.losses import LossFn, as_loss_fn, constants_of, note_causes, per_sample
 from samplewise.core.memory import count_saved_bytes
 from samplewise.core.microbatch import Halving, Microbatch, MicrobatchSize, as_microbatch, memory_budget
 from samplewise.core.state import eval_mode
@@ -101,8 +101,8 @@ class Scanner:
             with torch.enable_grad():
                 losses = per_sample(self._loss_fn(self._model, microbatch))[0]
             check_attached(losses)
-        except SHAPE_ERRORS as error:
-            check_batch(microbatch, error)
+        except Exception as error:
+            note_causes(error, self._model, microbatch)
             raise
         return losses
 

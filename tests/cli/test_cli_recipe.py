@@ -166,6 +166,16 @@ BROKEN = {
             "TypeError: linear(): argument 'input' (position 1) must be Tensor, not list",
         ],
     ),
+    "a loader of single samples": (
+        HEALTHY.replace("batch_size=20", "batch_size=None"),
+        [
+            "LossesError: CrossEntropyLoss needs a target of shape (3,) for predictions of shape (3,); found (). Use "
+            "squeeze, unsqueeze or view. The recipe defines no loss, so nn.CrossEntropyLoss() is used, which is for "
+            "class labels. A recipe for regression must define loss, for example loss = nn.MSELoss().",
+            "samplewise: the batch may be a single sample, because an entry of it is one number. Batches have one row "
+            "per sample: use DataLoader(dataset, batch_size=1), or x.unsqueeze(0) and y.unsqueeze(0).",
+        ],
+    ),
     "layers that do not fit": (
         HEALTHY.replace("nn.Linear(8, 3)", "nn.Linear(9, 3)"),
         [

@@ -458,3 +458,58 @@ def test_gradients_in_inference_mode():
     with torch.inference_mode():
         inside = sw.gradients(losses, model).norms()
     torch.testing.assert_close(inside.clone(), sw.gradients(losses, model).norms())
+
+
+# ------------------------------------------------------------- models of other libraries
+
+
+def keras_model():
+    """A model of Keras with the JAX or TensorFlow backend, as far as its classes show."""
+    layer = type("Layer", (), {"__module__": "keras.src.layers.layer"})
+    return type("Sequential", (layer,), {"__module__": "keras.src.models.sequential"})()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, f, d: sw.gradients(torch.ones(3, requires_grad=True) * 2, m),
+        lambda m, f, d: sw.gradients(m, m),
+        lambda m, f, d: sw.backward(torch.ones(3, requires_grad=True) * 2, m),
+        lambda m, f, d: sw.Step(m, sw.sgd(0.1), f),
+        lambda m, f, d: sw.scan(m, f, d),
+        lambda m, f, d: sw.check(m, f, d[0]),
+        lambda m, f, d: sw.suspects(m, f, d),
+        lambda m, f, d: sw.fisher(m, f, d),
+        lambda m, f, d: sw.influence(m, f, d, d),
+        lambda m, f, d: sw.trak([m], f, d, d, dim=4),
+        lambda m, f, d: sw.ekfac(m, f, d),
+        lambda m, f, d: sw.freeze_batchnorm(m),
+    ],
+    ids="gradients swapped backward Step scan check suspects fisher influence trak ekfac freeze_batchnorm".split(),
+)
+def test_a_keras_model_of_another_backend_names_the_integration(call):
+    loader = [(noise(3, 2), noise(3, 2))]
+    message = (
+        r"must be a torch.nn.Module; found a Keras model \(Sequential\) of another backend. Use "
+        r"samplewise.integrations.keras.gradients\(model, x, y\); or set KERAS_BACKEND=torch"
+    )
+    with pytest.raises(TypeError, match=message):
+        call(keras_model(), lambda model, batch: squared_loss(model(batch[0])), loader)
+
+
+def test_another_object_than_a_model_is_named():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module; found dict. Pass the model."):
+        sw.fisher({}, lambda model, batch: batch, [noise(3, 2)])
+
+
+def test_the_output_of_a_hugging_face_model_is_no_loss():
+    out = type("Output", (), {"loss": torch.ones(()), "logits": torch.ones(3, 2)})()
+    with pytest.raises(sw.LossesError, match=r"found Output\. Pass its loss, .*out\.loss, model, outputs=out\.logits"):
+        sw.gradients(out, small()[0])
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 5, torch.ones(5).numpy()], ids=["list", "array"])
+def test_weights_that_are_no_tensor(weights):
+    model, x = small()
+    with pytest.raises(sw.ParameterError, match=r"found (list|ndarray)\. Use torch\.as_tensor for arrays and lists"):
+        sw.gradients(squared_loss(model(x)), model).sum(weights)

@@ -162,3 +162,70 @@ def test_an_optimizer_step_between_two_questions_is_allowed():
     optimizer.step()
     for name, found in g.sum().items():
         assert torch.equal(found, expected[name])
+
+
+STEPPED = (
+    r"parameters must not change between the forward pass and the last use of the per-sample gradients; found a "
+    r"parameter of shape \(3, 8\) that was modified in place, for example by optimizer.step\(\)"
+)
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+def stepped(head=None, wrap=lambda call, x: call(x)):
+    """Losses of a network whose parameters an optimizer has changed since."""
+    head = nn.Linear(8, 3) if head is None else head
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), head), noise(5, 6)
+    logits = wrap(model, x)
+    losses = logits.square().sum(1)
+    losses.mean().backward(retain_graph=True)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model, x, logits, losses
+
+
+@pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
+def test_an_optimizer_step_before_the_first_question_is_named(strategy):
+    model, _, _, losses = stepped()
+    with pytest.raises(sw.GraphError, match=STEPPED):
+        sw.gradients(losses, model, strategy=strategy).norms()
+    with pytest.raises(sw.GraphError, match=STEPPED):  # again
+        sw.gradients(losses, model, strategy=strategy).sum()
+    with pytest.raises(RuntimeError):
+        losses.sum().backward()
+
+
+def test_an_optimizer_step_is_named_in_other_calls():
+    model, x, _, losses = stepped()
+    with pytest.raises(sw.GraphError, match=STEPPED):
+        sw.gradients(losses, model).backward()
+    model, x, logits, losses = stepped()
+    with pytest.raises(sw.GraphError, match=STEPPED):
+        sw.backward(losses.mean(), model, outputs=logits, transforms=[sw.clip(1.0)], denominator=5)
+    model, x, logits, losses = stepped(wrap=lambda call, x: call(x.requires_grad_()))
+    with pytest.raises(sw.GraphError, match=STEPPED):
+        sw.input_gradients(losses, x)
+
+
+def test_an_optimizer_step_is_named_for_a_custom_function():
+    head = Net(lambda m, x: Scale.apply(x, m.w), w=nn.Parameter(noise(3, 8)))
+    model, _, _, losses = stepped(head)
+    with pytest.raises(sw.GraphError, match=STEPPED):
+        sw.gradients(losses, model).norms()
+
+
+def test_a_buffer_of_the_shape_of_a_parameter_is_not_a_parameter():
+    model, x = nn.Linear(8, 8), noise(8, 8)
+    g = sw.gradients(model(x).square().sum(1), model)
+    x.zero_()
+    with pytest.raises(sw.GraphError, match=MODIFIED):
+        g.norms()

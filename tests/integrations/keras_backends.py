@@ -65,6 +65,8 @@ def check_refusals(model, x, y, loss):
     assert "found" in refused(sw.NonFiniteLossError, lambda: gradients(small, infinite, np.ones((4, 2)), "mse"))
     message = refused(RuntimeError, lambda: PerSample.of(small).compile("sgd", "mse"))
     assert message.startswith(f"PerSample needs the torch backend of Keras; found {BACKEND}.")
+    for function in (lambda: sw.gradients(g.losses, model), lambda: sw.Step(model, sw.sgd(0.1), "mse")):
+        assert "found a Keras model (Sequential) of another backend" in refused(TypeError, function)
 
 
 def main(path):
@@ -85,6 +87,8 @@ def main(path):
         if name != "lstm":
             found = keras.tree.flatten(input_gradients(model, x, y, loss, microbatch=sw.auto(600)))
             results |= {f"{name}/x{k}": numbers(v) for k, v in enumerate(found)}
+        model.compile("sgd", loss)
+        results[f"{name}/compiled"] = numbers(gradients(model, x, y).losses) - results[f"{name}/all/losses"]
         if name == "cnn" and BACKEND != "torch":
             check_refusals(model, x, y, loss)
     np.savez(path, **results)

@@ -108,14 +108,46 @@ def test_a_model_with_several_outputs_is_refused():
         gradients(model, np.ones((2, 3)), np.ones((2, 1)), "mse")
 
 
+@pytest.mark.parametrize("loss", [squared, Squared(reduction="sum"), [Squared()]], ids=["function", "object", "list"])
+def test_the_compiled_loss_is_the_default(loss):
+    model, (x, y) = _model(), _data()
+    model.compile("sgd", loss)
+    given = loss[0] if isinstance(loss, list) else loss
+    assert torch.equal(gradients(model, x, y).losses, gradients(model, x, y, given).losses)
+    assert torch.equal(gradients(model, x, y).norms(), gradients(model, x, y, given).norms())
+    assert torch.equal(input_gradients(model, x, y), input_gradients(model, x, y, given))
+    doubled = gradients(model, x, y, lambda true, predicted: 2 * squared(true, predicted))  # not the compiled loss
+    assert not torch.equal(doubled.losses, gradients(model, x, y).losses)
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_a_compiled_loss_that_is_not_one_loss_is_refused():
+    model, (x, y) = _model(), _data()
+    for function in (gradients, input_gradients):
+        with pytest.raises(sw.LossesError, match=r"need one Keras loss; found no loss, neither .* Pass a loss"):
+            function(model, x, y)
+    model.compile("sgd", ["mse", "mae"])
+    with pytest.raises(sw.LossesError, match=r"need one Keras loss; found 2 losses in model.compile"):
+        gradients(model, x, y)
+    model.compile("sgd", "mse", loss_weights=0.5)
+    with pytest.raises(sw.LossesError, match=r"need one Keras loss; found loss_weights in model.compile"):
+        gradients(model, x, y)
+    model = OwnLoss([keras.Input((4, 3)), Linear(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(sw.LossesError, match="need one Keras loss; found that OwnLoss overrides compute_loss"):
+        gradients(model, x, y)
+
+
 def test_inputs_and_targets_are_checked():
     model, (x, y) = _model(), _data()
     with pytest.raises(sw.BatchError, match="same number of rows, at least 1; found 4, 5"):
         gradients(model, x, y[:4], "mse")
     with pytest.raises(sw.BatchError, match="found y=None"):
         gradients(model, x, None, "mse")
-    with pytest.raises(sw.LossesError, match=r"loss must be a Keras loss: .* found None"):
-        gradients(model, x, y, None)
     embedding = keras.Sequential([layers.Embedding(5, 3), layers.Dense(1)])
     with pytest.raises(sw.ParameterError, match="x must be floating-point to have a gradient; found int64"):
         input_gradients(embedding, np.ones((2, 4), "int64"), np.ones((2, 4, 1)), "mse")

@@ -22,7 +22,7 @@ def controller(deferred=False):
 
 
 def test_batches_end_with_an_ordinary_exception():
-    stopping, data = controller(), ResumableLoader([X, Y], seed=0)
+    stopping, data = controller(), ResumableLoader([(X, Y)], seed=0)
     assert isinstance(stopping, SingleProcessStop) and issubclass(LoaderStopped, Exception)
     with stopping.handle_signals():
         batches = stopping.batches(iter("ab"), data)
@@ -34,7 +34,7 @@ def test_batches_end_with_an_ordinary_exception():
 
 
 def test_deferred_samples_are_not_left_behind():
-    stopping, data = controller(deferred=True), ResumableLoader([X, Y], seed=0)
+    stopping, data = controller(deferred=True), ResumableLoader([(X, Y)], seed=0)
     with stopping.handle_signals():
         signal.raise_signal(signal.SIGTERM)
         assert list(stopping.batches(iter("ab"), data)) == ["a", "b"]
@@ -46,7 +46,7 @@ def test_an_error_of_the_loader(signaled):
         yield "a"
         raise RuntimeError("worker killed")
 
-    stopping, data = controller(), ResumableLoader([X, Y], seed=0)
+    stopping, data = controller(), ResumableLoader([(X, Y)], seed=0)
     with stopping.handle_signals():
         batches = stopping.batches(broken(), data)
         next(batches)

@@ -1,6 +1,7 @@
 """Whatever raises, wherever: parameters, optimizer and buffers are as before the window, and the step goes on."""
 
 import copy
+import re
 from dataclasses import asdict, replace
 from queue import SimpleQueue
 
@@ -399,3 +400,58 @@ def test_a_loader_that_fails_in_the_middle_of_a_window():
     assert step.flush() is None
     assert step.counters.samples == 0
     assert torch.equal(model.weight, before)
+
+
+# ------------------------------------------------------------- mistakes in batches, named in notes
+
+
+def squares(model, batch):
+    inputs, targets = batch
+    return (model(inputs).squeeze(-1) - targets).square()
+
+
+ROWS, TARGETS = torch.randn(5, 3), torch.randn(5)
+SINGLE = r"samplewise: the batch may be a single sample, because an entry of it is one number\. .* x\.unsqueeze\(0\)"
+ARRAYS = r"samplewise: the batch holds ndarray in place of tensors\. Use a DataLoader"
+DTYPES = r"samplewise: the batch holds torch.float64, the parameters are torch.float32\. .* x\.to\(torch.float32\)"
+
+
+@pytest.mark.parametrize("loss_fn", [squares, nn.MSELoss()], ids=["function", "criterion"])
+@pytest.mark.parametrize(
+    ("batch", "note"),
+    [
+        ((ROWS[0], TARGETS[0]), SINGLE),
+        ((ROWS[0], 1.0), SINGLE),
+        ((ROWS.numpy(), TARGETS.numpy()), ARRAYS),
+        ((ROWS.double(), TARGETS[:, None]), DTYPES),
+    ],
+    ids=["single", "number", "arrays", "double"],
+)
+def test_an_error_names_a_mistake_in_the_batch(batch, note, loss_fn):
+    model = nn.Linear(3, 1)
+    for run in (sw.Step(model, sw.sgd(0.1), loss_fn, samples=1).run, lambda b: list(sw.scan(model, loss_fn, b))):
+        with pytest.raises((RuntimeError, TypeError, AttributeError, sw.LossesError)) as caught:
+            run([batch])
+        assert re.search(note, "".join(caught.value.__notes__))
+
+
+def test_an_error_of_an_ordinary_batch_has_no_note():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        sw.Step(nn.Linear(4, 1), sw.sgd(0.1), squares).run([(ROWS, TARGETS)])
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_second_loss_is_not_taken_for_counts():
+    def two(model, batch):
+        losses = squares(model, batch)
+        return losses, losses.sqrt()
+
+    with pytest.raises(
+        sw.LossesError, match=r"counts, the second result .* For two losses of a sample, return their sum"
+    ):
+        sw.Step(nn.Linear(3, 1), sw.sgd(0.1), two).run([(ROWS, TARGETS)])
+
+
+def test_a_list_of_losses_is_explained():
+    with pytest.raises(sw.LossesError, match=r"found list\. .* or add up several losses of each sample"):
+        sw.Step(nn.Linear(3, 1), sw.sgd(0.1), lambda m, b: [squares(m, b), squares(m, b)]).run([(ROWS, TARGETS)])

@@ -788,3 +788,33 @@ def test_every_weight_is_small_because_losses_are_sums():
 )
 def test_small_weights_that_are_intended(transforms):
     assert train(mlp(), transforms=transforms) == []
+
+
+@pytest.mark.parametrize("transforms", [[], [sw.clip(1.0)]], ids=["plain", "clip"])
+def test_a_mean_in_place_of_losses_is_a_warning(transforms):
+    model, x = nn.Linear(6, 3), torch.randn(8, 6)
+    step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b).square().mean().unsqueeze(0), transforms=transforms)
+    message = r"one loss for a batch of 8 rows, so that the batch counts as one sample\. .* reduction='none'"
+    with pytest.warns(sw.TrainingWarning, match=message) as caught:
+        assert [update.samples for update in step.over([x, x])] == [1, 1]
+    assert len(caught) == 1  # in the first window only
+
+
+def test_a_batch_of_one_row_has_one_loss():
+    step = sw.Step(nn.Linear(6, 3), sw.sgd(0.1), lambda m, b: m(b).square().sum(1))
+    assert [update.samples for update in step.over([torch.randn(1, 6)])] == [1]
+
+
+def test_a_recurrent_layer_without_batch_first_is_a_possible_cause():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.RNN(3, 4)
+
+        def forward(self, x):
+            return self.rnn(x)[0][:, -1]
+
+    torch.manual_seed(0)
+    step = sw.Step(Last(), sw.sgd(0.1), lambda m, b: m(b).square().sum(1), transforms=[sw.clip(1.0)])
+    with pytest.raises(sw.SamplesInteractError, match="recurrent or attention layers without batch_first=True"):
+        step.run([torch.randn(8, 5, 3)])

@@ -376,5 +376,12 @@ def test_a_transform_that_was_not_called(transform):
 
 @pytest.mark.parametrize("bound", ["1", None, -1.0, float("nan")])
 def test_a_bound_that_is_no_number(bound):
-    with pytest.raises(ValueError, match=f"max_norm must be zero or positive; found {bound!r}"):
+    with pytest.raises(ValueError, match=f"max_norm must be a number, zero or positive; found {bound!r}"):
         sw.clip(bound)
+
+
+def test_a_scheduler_that_was_not_created():
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=LR)
+    message = r"must be an object of torch.optim.lr_scheduler; found the class StepLR\. Create it with the optimizer"
+    with pytest.raises(TypeError, match=message):
+        sw.Step(mlp(), optimizer, squared, scheduler=torch.optim.lr_scheduler.StepLR)

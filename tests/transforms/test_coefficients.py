@@ -62,8 +62,9 @@ def test_clip_after_a_negative_weight():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: sw.clip(-1.0), "max_norm must be zero or positive; found -1.0"),
-        (lambda: sw.clip(math.nan), "max_norm must be zero or positive; found nan"),
+        (lambda: sw.clip(-1.0), "max_norm must be a number, zero or positive; found -1.0"),
+        (lambda: sw.clip(torch.tensor(1.0)), r"max_norm must be a number, zero or positive; found tensor\(1.\)"),
+        (lambda: sw.clip(math.nan), "max_norm must be a number, zero or positive; found nan"),
         (lambda: sw.clip(1.0, by="layer"), "by must be None or 'parameter'; found 'layer'"),
         (lambda: sw.clip(1.0, mode="soft"), "mode must be 'flat' or 'automatic'; found 'soft'"),
         (lambda: sw.clip(1.0, mode="automatic", gamma=0.0), "gamma must be positive; found 0.0"),

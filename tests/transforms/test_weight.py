@@ -136,6 +136,13 @@ def test_numbers_that_are_not_in_the_table(places):
         sw.weight(torch.arange(5.0), index="i")(replace(NUMBERS, batch={**BATCH, "i": places}))
 
 
+def test_a_table_whose_index_is_not_in_the_batch():
+    with pytest.raises(
+        sw.BatchError, match=r"^the batch must hold 'label'; found keys .* Return it from the dataset\.$"
+    ):
+        sw.weight(torch.arange(5.0), index="label")(NUMBERS)
+
+
 # ------------------------------------------------------------- keys
 
 

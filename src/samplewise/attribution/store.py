@@ -46,6 +46,7 @@ from samplewise.core.losses import LossFn, with_constants
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.core.text import plural, progress
+from samplewise.core.validate import check_module
 from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.quantities import Projection
@@ -185,6 +186,7 @@ class ProjectedStore:
         """
         if returns not in ("losses", "outputs"):
             raise ValueError(f"returns must be 'losses' or 'outputs'; found {returns!r}.")
+        check_module(model)
         weighted = returns == "outputs"
         check_order(loader, "Use shuffle=False: samples are identified by their position.")
         check_has_all_samples(loader)

@@ -166,7 +166,10 @@ class Recipe:
     def explained(self, error: SamplewiseError) -> SamplewiseError:
         """The error; if it is about the default loss, with a sentence that says so."""
         if isinstance(error, LossesError) and not self.defines("loss") and not self._model_has_loss:
-            return LossesError(f"{error} {NO_LOSS}").with_traceback(error.__traceback__)
+            explained = LossesError(f"{error} {NO_LOSS}").with_traceback(error.__traceback__)
+            for note in getattr(error, "__notes__", ()):
+                explained.add_note(note)
+            return explained
         return error
 
     def _check_names(self) -> None:

@@ -342,15 +342,13 @@ def _contents(batch: Any) -> str:
     return type(batch).__name__
 
 
-# Errors of a loss function whose batch has no dimension of samples. RuntimeError is not among them: torch raises it
-# when memory is exhausted, which has other remedies.
-SHAPE_ERRORS = (IndexError, TypeError, AttributeError, ValueError)
-
-
 def check_batch(batch: Any, error: Exception) -> None:
     """Raise BatchError from the error of a loss function if the batch looks like a single sample: some entries are
     numbers, such as the label of (x, y), or all are 1-D, and no two of them have the same number of rows.
     """
+    # Not for RuntimeError: torch raises it when memory is exhausted, too, which has other remedies.
+    if isinstance(error, BatchError) or not isinstance(error, (IndexError, TypeError, AttributeError, ValueError)):
+        return
     shapes = []
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
@@ -359,7 +357,7 @@ def check_batch(batch: Any, error: Exception) -> None:
             shapes.append((len(leaf),) if isinstance(leaf, (list, tuple)) else ())
     rows = [shape[0] for shape in shapes if shape]
     is_sample = () in shapes or all(len(shape) == 1 for shape in shapes)
-    if isinstance(error, BatchError) or len(shapes) < 2 or len(set(rows)) < len(rows) or not is_sample:
+    if len(shapes) < 2 or len(set(rows)) < len(rows) or not is_sample:
         return
     raise BatchError(
         "a loader must yield batches, whose entries have one row per sample; found entries of shape "
@@ -380,6 +378,14 @@ def check_loader(loader: Any) -> None:
             f"a loader must be an iterable of batches; found {description}, whose items are single samples. Pass "
             "DataLoader(dataset, batch_size=64), or DataLoader(dataset, batch_size=None) if its items are batches."
         )
+    if isinstance(loader, (tuple, list)) and all(isinstance(t, Tensor) and t.dim() for t in loader):
+        # Batches that are tensors have one dtype and one number of dimensions; x and y rarely have both in common.
+        kinds = {(t.dtype, t.dim()) for t in loader}
+        if len(kinds) > 1 and len({len(t) for t in loader}) == 1:
+            raise BatchError(
+                f"a loader must be an iterable of batches; found {description} of {len(loader)} tensors with "
+                f"{len(loader[0])} rows each, which is one batch. Pass a list of batches: [(x, y)]."
+            )
     iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if iterable and not isinstance(loader, (Tensor, Mapping, str)):
         return

@@ -17,16 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samplewise.core.batches import Path, is_text, keep_whole
+from samplewise.core.batches import Path, check_batch, is_text, keep_whole, leaves
 from samplewise.errors import BatchError, LossesError
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch); Any: functions may be annotated with the user's own model class
 F = TypeVar("F", bound=Callable[..., Any])
 PREDICTION_COLUMNS = ("label", "prediction", "margin")
 IGNORE_INDEX = -100  # label that nn.CrossEntropyLoss leaves out by default
-# Names of a first argument that is the output of a model, as in a criterion (prediction, target).
+# Names of a first argument that is the output of a model, as in a criterion (prediction, target), or of Keras' (y_true,
+# y_pred).
 OUTPUT_NAMES = frozenset(
-    "input inputs input1 output outputs pred preds prediction predictions logits log_probs y_pred y_hat yhat".split()
+    "input inputs input1 out output outputs pred preds prediction predictions logits log_probs y_pred y_hat"
+    " yhat y_true".split()
 )
 
 
@@ -81,8 +83,13 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
         raise LossesError(
             f"counts must be a tensor like the losses, {shape}, one per sample; found {_shape_or_type(counts)}."
         )
+    if counts.requires_grad:
+        raise LossesError(
+            "counts, the second result of loss_fn, must be constants that losses are divided by, such as numbers of "
+            "tokens; found a tensor attached to the autograd graph. For two losses of a sample, return their sum."
+        )
     wide = losses.dtype if losses.dtype == torch.float64 else torch.float32  # integers would be divided in float32
-    return losses, counts.detach().to(wide)
+    return losses, counts.to(wide)
 
 
 def columns_of(result: Any, losses: Tensor) -> dict[str, Tensor] | None:
@@ -104,6 +111,35 @@ def _has_columns(result: Any) -> bool:
 
 def _shape_or_type(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def note_causes(error: Exception, model: Any, batch: Any) -> None:
+    """Add a note to an error of a loss function for each common mistake in the batch that may have caused it. Raises
+    BatchError from errors that single samples in place of batches lead to.
+    """
+    check_batch(batch, error)
+    entries = leaves(batch)
+    arrays = {type(leaf).__name__ for leaf in entries if type(leaf).__module__.partition(".")[0] in ("numpy", "pandas")}
+    if arrays:
+        error.add_note(
+            f"samplewise: the batch holds {' and '.join(sorted(arrays))} in place of tensors. Use a DataLoader, which "
+            "converts arrays, or torch.as_tensor(array)."
+        )
+    tensors = [leaf for leaf in entries if isinstance(leaf, Tensor)]
+    numbers = any(leaf.dim() == 0 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float)) for leaf in entries)
+    if isinstance(batch, (tuple, list)) and numbers and any(tensor.dim() for tensor in tensors):
+        error.add_note(
+            "samplewise: the batch may be a single sample, because an entry of it is one number. Batches have one row "
+            "per sample: use DataLoader(dataset, batch_size=1), or x.unsqueeze(0) and y.unsqueeze(0)."
+        )
+    dtypes = {p.dtype for p in model.parameters()}
+    others = {t.dtype for t in tensors if t.is_floating_point()} - dtypes
+    if len(dtypes) == 1 and others and "type" in str(error):
+        (dtype,) = dtypes
+        error.add_note(
+            f"samplewise: the batch holds {others.pop()}, the parameters are {dtype}. Convert the batch: "
+            f"x.to({dtype}). Floats of NumPy and pandas are torch.float64."
+        )
 
 
 # --- entries that are not per sample ---------------------------------------------------------------------------------
@@ -220,7 +256,11 @@ class Criterion:
         return (*result, columns) if isinstance(result, tuple) else (result, columns)
 
     def _losses(self, prediction: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        elements = self.elementwise(prediction, target)
+        try:
+            elements = self.elementwise(prediction, target)
+        except (RuntimeError, IndexError) as error:
+            self._explain(error, prediction, target)
+            raise
         reduction = self.criterion.reduction
         if reduction == "none":
             return elements
@@ -234,6 +274,24 @@ class Criterion:
         if self.criterion.weight is not None:
             weights = self.criterion.weight[torch.where(counted, target, 0)].to(elements.dtype) * counted
         return _sums(elements), _sums(weights)
+
+    def _explain(self, error: Exception, prediction: Tensor, target: Tensor) -> None:
+        """Raise LossesError if a wrong dtype or class index of the target explains the error of the criterion."""
+        name = type(self.criterion).__name__
+        classes = isinstance(self.criterion, (*WITH_COUNTS, nn.MultiMarginLoss)) and not target.is_floating_point()
+        if isinstance(error, IndexError) and classes:
+            labels = target[target != getattr(self.criterion, "ignore_index", IGNORE_INDEX)]
+            raise LossesError(
+                f"{name} needs class indices from 0 to {prediction.shape[1] - 1} for predictions of shape "
+                f"{tuple(prediction.shape)}; found {int(labels.min())} to {int(labels.max())}. Number the classes from "
+                "0, or give the model more outputs."
+            ) from error
+        dtype = torch.int64 if classes else prediction.dtype
+        if isinstance(error, RuntimeError) and target.dtype != dtype and not (classes and target.dtype is torch.uint8):
+            raise LossesError(
+                f"{name} needs a target of {dtype}; found {target.dtype}. Use target."
+                f"{'long()' if classes else 'to(' + str(dtype) + ')'}."
+            ) from error
 
     def to(self, device: torch.device) -> None:
         """Move the buffers of the criterion, such as class weights, to `device`."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from samplewise.core.text import listed
+from samplewise.core.validate import check_module
 from samplewise.errors import ParameterError, TrainingWarning
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,8 +31,7 @@ def freeze_batchnorm(model: Model, frozen: bool = True) -> Model:
 
     Raises ParameterError for layers with track_running_stats=False: they use batch statistics in eval mode, too.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"freeze_batchnorm needs a torch.nn.Module; found {type(model).__name__}. Pass the model.")
+    check_module(model)
     layers = dict(batch_norms([model]))
     untracked = [name for name, layer in layers.items() if layer.running_mean is None]
     if frozen and untracked:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.memory import device_generators, seed_devices
+from samplewise.core.validate import check_module
 
 
 class RandomState:
@@ -140,6 +141,8 @@ def snapshot(*modules: nn.Module) -> Callable[[], None]:
 @contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
     """Put modules and their submodules in eval mode; restore the mode of each submodule on exit."""
+    for root in modules:
+        check_module(root)
     modes = [(module, module.training) for root in modules for module in root.modules()]
     for module, _ in modes:
         module.training = False  # not eval(): some modules override it, and train(), with side effects

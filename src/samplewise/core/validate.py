@@ -1,9 +1,11 @@
-"""Checks of objects and functions of users: attributes that are assigned, and arguments that a function accepts."""
+"""Checks of objects and functions of users: attributes that are assigned, arguments that a function accepts, models."""
 
 from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
 
 from samplewise.core.text import did_you_mean
 
@@ -51,3 +53,21 @@ def accepts(function: Any, arguments: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_module(model: object, advice: str = "Pass the model.") -> None:
+    """Raise TypeError unless the model is a torch.nn.Module, as Keras models with the torch backend are."""
+    if not isinstance(model, nn.Module):
+        refuse_keras(model)
+        raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}. {advice}")
+
+
+def refuse_keras(model: object) -> None:
+    """Raise TypeError for a model of Keras with the TensorFlow or JAX backend. Keras is not imported for this."""
+    layers = [cls for cls in type(model).__mro__ if cls.__name__ == "Layer"]
+    of_keras = any(cls.__module__.partition(".")[0] in ("keras", "tf_keras") for cls in layers)
+    if of_keras and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module; found a Keras model ({type(model).__name__}) of another backend. Use "
+            "samplewise.integrations.keras.gradients(model, x, y); or set KERAS_BACKEND=torch before keras is imported."
+        )

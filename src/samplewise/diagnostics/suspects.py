@@ -16,6 +16,7 @@ from samplewise.core.losses import LossFn, as_loss_fn, per_sample, same_constant
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.core.text import Table, Tabular, did_you_mean, plural
+from samplewise.core.validate import refuse_keras
 from samplewise.dataset_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, Score, ScoreInputs
 from samplewise.engine.gradients import Gradients
@@ -147,6 +148,7 @@ def suspects(
         source = read_ledger(source)
     if not isinstance(source, nn.Module):
         if loss_fn is not None or loader is not None or also or logits or ids is not None or checkpoints is not None:
+            refuse_keras(source)
             raise TypeError(
                 "a table of visits takes no other argument than score=; found arguments for a model, but "
                 f"{type(source).__name__} in its place. Leave them out, or pass the model first."

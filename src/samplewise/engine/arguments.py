@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samplewise.core.validate import refuse_keras
 from samplewise.engine.deferred_checks import finite_losses, finite_weights
 from samplewise.errors import LossesError, ParameterError
 from samplewise.parallel.ddp import inner
@@ -62,6 +63,7 @@ def _named_tensors(parameters: Any) -> dict[str, Tensor]:
         are_pairs = all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items)
         pairs = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
     else:
+        refuse_keras(parameters)
         advice = "Pass the model."
         if isinstance(parameters, Tensor):
             advice = "Wrap it in a list."
@@ -93,6 +95,9 @@ def _kind(thing: object) -> str:
 
 def check_is_tensor(losses: object, usage: str) -> None:
     """Check that the first argument is a tensor, and not a model. `usage`: the call as it should be written."""
+    if isinstance(losses, Tensor):
+        return
+    refuse_keras(losses)
     if isinstance(losses, nn.Module):
         raise LossesError(
             f"losses must be the first argument; found a module ({type(losses).__name__}) in its place. Write {usage}."
@@ -102,6 +107,7 @@ def check_is_tensor(losses: object, usage: str) -> None:
 def check_model(model: object, usage: str) -> None:
     """Check that the first argument is a module. `usage`: the call as it should be written."""
     if not isinstance(model, nn.Module):
+        refuse_keras(model)
         raise TypeError(
             f"model must be a torch.nn.Module and the first argument; found {_kind(model)} in its place. Write {usage}."
         )
@@ -136,9 +142,11 @@ def check_losses(losses: Tensor) -> None:
 def check_attached(losses: object) -> None:
     """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
-        advice = (
-            "Return the losses from the loss function." if losses is None else "Use torch.stack for a list of tensors."
-        )
+        advice = "Use torch.stack for a list with one tensor per sample, or add up several losses of each sample."
+        if hasattr(losses, "logits"):  # output of a Hugging Face model
+            advice = "Pass its loss, and outputs=its logits: sw.gradients(out.loss, model, outputs=out.logits)."
+        elif losses is None:
+            advice = "Return the losses from the loss function."
         raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}. {advice}")
     if losses.dim() != 1:
         if losses.dim() == 0:
@@ -183,7 +191,7 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
     if not isinstance(weights, Tensor) or weights.shape != losses.shape:
         raise ParameterError(
             f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
-            f"found {_shape_or_type(weights)}."
+            f"found {_shape_or_type(weights)}. Use torch.as_tensor for arrays and lists."
         )
     _check_device(weights, losses.device, what, "losses")
     if check is not None:

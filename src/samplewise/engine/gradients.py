@@ -31,8 +31,8 @@ from samplewise.engine.deferred_checks import (
 )
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph.graph import Graph, graph_alive
-from samplewise.engine.graph.saved import free_saved
+from samplewise.engine.graph.graph import Graph
+from samplewise.engine.graph.saved import free_saved, graph_alive
 from samplewise.engine.outputs import Outputs, parts_of_loss
 from samplewise.engine.plan import Quantity
 from samplewise.engine.profile import Profile, profile
@@ -631,7 +631,7 @@ class Gradients:
         reached = None
         if not self._sharded:
             reached = [self._parameters[name] for name in self._graph.leaves.values() if name not in rows]
-        with graph_alive(), notify_ready(reached or (), ready):
+        with graph_alive(losses), notify_ready(reached or (), ready):
             self._graph.check_losses_unchanged()
             if reached != []:
                 torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)

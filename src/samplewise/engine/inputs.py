@@ -8,7 +8,8 @@ from torch import Tensor
 from samplewise.core.memory import is_plain, stored_values
 from samplewise.engine.arguments import check_is_tensor, check_losses
 from samplewise.engine.backward import gradients_at
-from samplewise.engine.graph.graph import Graph, edge_of, graph_alive
+from samplewise.engine.graph.graph import Graph, edge_of
+from samplewise.engine.graph.saved import graph_alive
 from samplewise.engine.ownership.independence import refuse_broadcast
 from samplewise.engine.ownership.ownership import owners
 from samplewise.engine.ownership.probe import MIXED, probe
@@ -62,7 +63,7 @@ def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) ->
         graph.check_twice_differentiable()
     if graph.sizes.nested:
         return _by_loop(losses, x, create_graph)
-    with graph_alive(), torch.set_grad_enabled(create_graph):
+    with graph_alive(losses), torch.set_grad_enabled(create_graph):
         refuse_broadcast(graph)
         if graph.samples > 1:
             ownership = owners(graph, probes=False)
@@ -79,7 +80,7 @@ def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) ->
 
 def _by_loop(losses: Tensor, x: Tensor, create_graph: bool) -> Tensor:
     """As `input_gradients`, from one backward pass per sample: ownership is found for strided tensors only."""
-    with graph_alive():
+    with graph_alive(losses):
         samples: Tensor | None = None  # number of samples that depend on each element
         for weights in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
             (gradient,) = torch.autograd.grad(losses, x, weights, retain_graph=True, allow_unused=True)

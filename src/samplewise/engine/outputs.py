@@ -22,12 +22,12 @@ from samplewise.engine.graph.graph import (
     Edge,
     Node,
     edge_of,
-    graph_alive,
     is_accumulate_grad,
     is_python_function,
     operation,
 )
 from samplewise.engine.graph.hook_registry import foreign_hooks, remove_afterwards
+from samplewise.engine.graph.saved import graph_alive
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]
@@ -51,7 +51,7 @@ def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) 
     for z in tensors:
         for edge, copy in _copies_of(z):
             stops.setdefault(edge, Stop(z, copy))
-    with graph_alive():
+    with graph_alive(loss):
         consumers = _consumers(loss, stops, wanted)
         total: Tensor | None = None
         for edge, c in _gradients_at(loss, consumers).items():

@@ -32,9 +32,9 @@ from samplewise.engine.deferred_checks import (
 from samplewise.engine.grads.base import PerSampleGrad, project_rows
 from samplewise.engine.grads.dense import DenseGrad, PackedGrad
 from samplewise.engine.grads.kernels import random_signs, root, scaled_norms
-from samplewise.engine.graph.graph import Graph, raise_graph_error
+from samplewise.engine.graph.graph import Graph
 from samplewise.engine.graph.hook_registry import may_have_hooks
-from samplewise.engine.graph.saved import Versions
+from samplewise.engine.graph.saved import Versions, raise_graph_error
 from samplewise.engine.ownership.weighted_passes import NotLinearError
 from samplewise.engine.plan import ExplainRow, Quantity
 from samplewise.engine.slow_paths import warn_if_slow
@@ -250,7 +250,7 @@ class ComputationContext:
         _set_grad_enabled(grad_enabled)
         self._lock.release()
         if isinstance(error, RuntimeError):
-            raise_graph_error(error)
+            raise_graph_error(error, self._graph.losses)
 
 
 class Norms:

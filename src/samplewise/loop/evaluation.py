@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import SHAPE_ERRORS, check_batch, check_loader, concat, length, to_device
-from samplewise.core.losses import Criterion, per_sample
+from samplewise.core.batches import check_loader, concat, length, to_device
+from samplewise.core.losses import Criterion, note_causes, per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.state import eval_mode, fork_rng
 from samplewise.errors import BatchError, LossesError
@@ -71,8 +71,8 @@ class Evaluator:
                     with self._step._precision.autocast(self._device):
                         losses, counts = per_sample(self._step.loss_fn(self._model, batch))
                     check_one_per_sample(losses)
-                except SHAPE_ERRORS as error:
-                    check_batch(batch, error)
+                except Exception as error:
+                    note_causes(error, self._model, batch)
                     raise
                 mean.add(losses, counts)
                 for metric in self._metrics.values():

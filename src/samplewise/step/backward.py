@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samplewise.core.modes import check_modes
+from samplewise.core.modes import check_modes, warn
 from samplewise.core.text import plural
 from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters, wide_dtype
 from samplewise.engine.backward import without_grads
@@ -112,6 +112,8 @@ def backward(
     _check_denominator(denominator)
     parameters = wanted_parameters(model)
     for module in parameters.modules:  # modes in the first pass, and later if the model itself is in eval mode
+        if module not in _mode_checked and outputs is not None:
+            _warn_of_mean(loss, outputs, chain, denominator)
         if not module.training or module not in _mode_checked:
             check_modes([module])
             _mode_checked.add(module)
@@ -187,6 +189,7 @@ def checked_chain(transforms: Transforms) -> Chain:
 
 
 _mode_checked: WeakSet[nn.Module] = WeakSet()  # models of earlier passes
+MEAN = 1  # torch's number of reduction="mean"
 
 
 def _check_denominator(denominator: Any) -> None:
@@ -194,6 +197,25 @@ def _check_denominator(denominator: Any) -> None:
     if not (number and 0 < denominator < inf):
         raise ValueError(
             f"denominator must be a positive, finite number, for a mean the number of samples; found {denominator!r}."
+        )
+
+
+def _warn_of_mean(loss: Tensor, outputs: Outputs, chain: Chain, denominator: float | Tensor) -> None:
+    """Warn if transforms read norms, and the loss is a mean over samples, by its last operation, without a denominator.
+
+    Cosines do not depend on the denominator.
+    """
+    node: Any = loss.grad_fn
+    first = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
+    if isinstance(denominator, Tensor) or denominator != 1 or node is None:
+        return
+    is_mean = node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == MEAN
+    reads_norms = any("norms" in t.needs and t.reference is None for t in chain.samples.transforms)
+    if is_mean and reads_norms and isinstance(first, Tensor) and first.dim() and len(first) > 1:
+        warn(
+            "the loss is a mean, but denominator is 1: norms, and bounds such as that of sw.clip, then refer to the "
+            f"part of a sample in the mean, which falls with the batch size. Pass denominator={len(first)}, the number "
+            "of samples, or the number of tokens of a mean over tokens."
         )
 
 

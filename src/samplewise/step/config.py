@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.core.microbatch import Auto, as_microbatch
-from samplewise.core.validate import accepts
+from samplewise.core.validate import accepts, refuse_keras
 from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.launch import ParallelArgument
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
@@ -117,6 +117,7 @@ def as_record(names: Any) -> frozenset[str]:
 
 def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
     """Raise TypeError if the arguments of `Step` are in another order."""
+    refuse_keras(model)
     types = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
     swapped = isinstance(loss_fn, (Optimizer, GradientDescent)) and not isinstance(optimizer, Optimizer)
     if not isinstance(model, nn.Module) or swapped:
@@ -133,7 +134,11 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             "Call its step(metric) yourself, after validation."
         )
     if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
-        raise TypeError(f"scheduler must be a scheduler of torch.optim.lr_scheduler; found {scheduler!r}.")
+        name = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)
+        raise TypeError(
+            f"scheduler must be an object of torch.optim.lr_scheduler; found {name}. Create it with the optimizer: "
+            "StepLR(optimizer, step_size=100)."
+        )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise TypeError(
             "scheduler must be created with the optimizer of the step; found that it has another one. "

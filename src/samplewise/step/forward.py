@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from samplewise.core.batches import SHAPE_ERRORS, check_batch, copied, cut, length
+from samplewise.core.batches import copied, cut, length
 from samplewise.core.closure_state import CallSnapshot
-from samplewise.core.losses import Criterion, LossFn, columns_of, per_sample
+from samplewise.core.losses import Criterion, LossFn, columns_of, note_causes, per_sample
 from samplewise.core.memory import count_saved_bytes
 from samplewise.core.text import plural
 from samplewise.engine.arguments import check_attached
@@ -120,8 +120,8 @@ class LossEvaluator:
             else:
                 losses, counts = per_sample(result)
             check_attached(losses)
-        except SHAPE_ERRORS as error:
-            check_batch(microbatch, error)
+        except Exception as error:
+            note_causes(error, self.model, microbatch)
             raise
         if losses is not result:
             self.columns = columns_of(result, losses)

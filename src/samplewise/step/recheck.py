@@ -122,7 +122,8 @@ class Recheck:
             allow = "; or pass interacting='allow'" if self.evaluator.policy.allows_interaction else ""
             raise SamplesInteractError(
                 f"samples must not depend on each other if per-sample gradients are used; found that {difference}. "
-                "Look for batch statistics, and for losses computed from several samples. Mix samples (mixup) in "
+                "Look for batch statistics, for losses computed from several samples, and for recurrent or attention "
+                "layers without batch_first=True. Mix samples (mixup) in "
                 f"collate_fn, so that each loss depends on one row of the batch{allow}."
             )
         if self._interacts:
@@ -149,10 +150,13 @@ class Recheck:
         """
         reached: set[int] = set()
         difference = problem = None
+        single = False  # the loss function returns one loss
 
         def examine() -> str | None:
+            nonlocal single
             with self._temporary_eval_mode():
                 losses = self._losses(subset)
+                single = len(losses) == 1
                 reached.update(_leaves(losses) if first else ())
                 # Orders first: a loss function may fail for one sample alone.
                 difference = self._compare_orders(microbatch, subset, losses, update, ORDERS if first else 1)
@@ -163,6 +167,11 @@ class Recheck:
         except Exception as error:
             self._raise_unless_caused_here(error, microbatch, examine)
             problem = str(error).partition("\n")[0]
+        if first and single and (length(microbatch) or 1) > 1:
+            warn(
+                f"the loss function returns one loss for a batch of {length(microbatch)} rows, so that the batch "
+                "counts as one sample. If it is a mean over the batch, return one loss per sample: reduction='none'."
+            )
         _check_untracked(self.evaluator.trained.untracked_parameters(), reached)
         if problem is not None and self.every:
             self._warn(f"the recheck could not compute a sample alone in eval mode: {problem}")

@@ -34,7 +34,7 @@ def clip(
     long sequences. Default False: bound the norm of the gradient of the sample's loss as returned.
     """
     if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
-        raise ValueError(f"max_norm must be zero or positive; found {max_norm!r}.")
+        raise ValueError(f"max_norm must be a number, zero or positive; found {max_norm!r}.")
     if by not in (None, "parameter"):
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
     if mode not in ("flat", "automatic"):

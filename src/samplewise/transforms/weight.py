@@ -14,7 +14,7 @@ from torch import Tensor
 from samplewise.core.batches import pick
 from samplewise.core.memory import copy_to_device
 from samplewise.engine.deferred_checks import current_checks, read_at_once
-from samplewise.errors import TransformError
+from samplewise.errors import BatchError, TransformError
 from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import NEEDS, Direction, Reference, SampleTransform, function_name, quotient
 
@@ -121,6 +121,8 @@ def _from_tensor(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], 
             if bool((indices < 0).any()):
                 raise IndexError("some are negative")
             return copy_to_device(values[indices], stats.losses.device)
+        except BatchError:  # the batch has no such entry
+            raise
         except (IndexError, TypeError, ValueError) as error:
             raise refusal(error) from None
 

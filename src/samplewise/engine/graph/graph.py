@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -213,34 +212,6 @@ class Graph:
                 f"{listed(self.wanted)}. "
                 "Check that the losses were computed with this model, and not from detached or copied weights."
             )
-
-
-MODIFIED = (
-    "tensors saved for backward must not change before the last use of the per-sample gradients; "
-    "found one modified in place after the forward pass. "
-    "Compute all quantities before the input or index buffer is refilled, or pass a copy to the model."
-)
-
-
-@contextmanager
-def graph_alive() -> Iterator[None]:
-    """Convert autograd's errors about a freed graph or a saved tensor modified in place to GraphError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise_graph_error(error)
-        raise
-
-
-def raise_graph_error(error: RuntimeError) -> None:
-    """Raise GraphError if `error` is autograd's error about a freed graph or a saved tensor modified in place."""
-    if "modified by an inplace operation" in str(error):
-        raise GraphError(MODIFIED) from error
-    if "second time" in str(error) or "already been freed" in str(error):
-        raise GraphError(
-            "the graph of the losses must still hold its saved tensors; found that it was freed. "
-            "Compute quantities before losses.backward(), or call backward(retain_graph=True)."
-        ) from error
 
 
 def scalar(node: Node, name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Access to tensors that graph nodes saved for backward, including blocks under activation checkpointing.
+"""Access to tensors that graph nodes saved for backward, including blocks under activation checkpointing; errors about
+saved tensors that were freed or modified in place.
 
 A checkpointed block keeps a placeholder for each tensor and recomputes the whole block at the first read. Inside the
 backward pass that needs the tensor, a read consumes it; outside a backward pass each read would recompute the block
@@ -8,17 +9,17 @@ the pass, so that the block is recomputed once for both; otherwise they are read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _Handle, _Holder
 
 from samplewise.core.memory import HeldTensor
-from samplewise.engine.graph.graph import MODIFIED, Node, is_python_function
+from samplewise.engine.graph.graph import Node, is_accumulate_grad, is_python_function
 from samplewise.errors import GraphError
 
 Saved = dict[str, Any]
@@ -67,6 +68,75 @@ def _packed_value(raw: Any) -> Any:
         return raw.data
     except (RuntimeError, AttributeError):  # not packed: an ordinary or freed saved tensor; a list of saved tensors
         return None
+
+
+MODIFIED = (
+    "tensors saved for backward must not change before the last use of the per-sample gradients; "
+    "found one modified in place after the forward pass. "
+    "Compute all quantities before the input or index buffer is refilled, or pass a copy to the model."
+)
+AUTOGRAD_MODIFIED = "modified by an inplace operation"  # in autograd's own message
+
+
+@contextmanager
+def graph_alive(losses: Tensor) -> Iterator[None]:
+    """Convert autograd's errors about a freed graph or a saved tensor modified in place to GraphError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_graph_error(error, losses)
+        raise
+
+
+def raise_graph_error(error: RuntimeError, losses: Tensor) -> None:
+    """Raise GraphError if `error` is autograd's error about a freed graph or a saved tensor modified in place."""
+    if AUTOGRAD_MODIFIED in str(error):
+        raise GraphError(_message_of_modified(losses.grad_fn)) from error
+    if "second time" in str(error) or "already been freed" in str(error):
+        raise GraphError(
+            "the graph of the losses must still hold its saved tensors; found that it was freed. "
+            "Compute quantities before losses.backward(), or call backward(retain_graph=True)."
+        ) from error
+
+
+def _message_of_modified(root: Node) -> str:
+    """MODIFIED, or a message about optimizer.step() if the modified tensor is a parameter.
+
+    Autograd does not say which tensor it is. A pack hook gets it, in place of the graph, which could not be used any
+    more: the unpack hook raises the error again.
+    """
+    message = MODIFIED
+
+    def refuse(*unused: object) -> Tensor:
+        raise GraphError(message)
+
+    nodes = {root}
+    stack = [root]
+    while stack:
+        new = {child for child, _ in stack.pop().next_functions if child is not None} - nodes
+        nodes |= new
+        stack.extend(new)
+    modified: list[Tensor] = []
+    for node in nodes if HOOKS_ARE_VISIBLE else ():
+        for name in saved_tensor_names(node):
+            try:
+                raw = _flat([getattr(node, "_raw_saved_" + name)])
+                if all(saved.unpack_hook is None for saved in raw):  # a read would recompute a checkpointed block
+                    getattr(node, ("saved_" if is_python_function(node) else "_saved_") + name)
+            except RuntimeError as error:
+                if AUTOGRAD_MODIFIED in str(error):
+                    for saved in raw:
+                        with suppress(RuntimeError):  # None
+                            saved.register_hooks(modified.append, refuse)
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in modified}
+    for p in (node.variable for node in nodes if is_accumulate_grad(node)):
+        if isinstance(p, nn.Parameter) and p.untyped_storage().data_ptr() in addresses:
+            message = (
+                "parameters must not change between the forward pass and the last use of the per-sample gradients; "
+                f"found a parameter of shape {tuple(p.shape)} that was modified in place, for example by "
+                "optimizer.step(). Compute all quantities before the step, or compute the losses again after it."
+            )
+    return message
 
 
 class Versions:

@@ -13,11 +13,13 @@ from samplewise.engine.gradients import Gradients
 from samplewise.engine.gradients import gradients as torch_gradients
 from samplewise.engine.inputs import input_gradients as torch_input_gradients
 from samplewise.errors import BatchError, ParameterError
-from samplewise.integrations.keras.losses import sample_losses
+from samplewise.integrations.keras.losses import compiled_loss, sample_losses
 from samplewise.integrations.keras.row_gradients import RowGradients, SampleRows
 
 
-def gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microbatch = "auto") -> Gradients | RowGradients:
+def gradients(
+    model: Any, x: Any, y: Any, loss: Any = None, *, microbatch: Microbatch = "auto"
+) -> Gradients | RowGradients:
     """Per-sample gradients of a Keras model's loss with respect to its trainable variables, named by their paths.
 
     With the torch backend, an `sw.Gradients`. With the TensorFlow and JAX backends, a `RowGradients` with the methods
@@ -28,12 +30,14 @@ def gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microbatch =
     `add_loss` are not included.
 
     x, y: arrays or tensors with one row per sample; x may be a list or dict of them
-    loss: a Keras loss (object, class, name or function) of a single output. The loss of a sample is the value for a
-        batch of it alone: a mean over further dimensions, or their sum with reduction="sum"
+    loss: a Keras loss (object, class, name or function) of a single output; default: that of `model.compile`. The loss
+        of a sample is the value for a batch of it alone: a mean over further dimensions, or their sum with
+        reduction="sum"
     microbatch: number of samples whose rows are computed at a time, TensorFlow and JAX only. "auto" (default): as many
         as have rows of 1 GiB; `sw.auto(memory)`: of `memory` bytes; None: all
     """
     x, y = _tensors(x, y)
+    loss = compiled_loss(model) if loss is None else loss
     if keras.backend.backend() == "torch":
         losses = sample_losses(loss, y, model(x, training=False))
         return torch_gradients(losses, {name: v.value for name, v in named_variables(model).items()})
@@ -41,12 +45,13 @@ def gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microbatch =
     return RowGradients(list(named_variables(model)), rows)
 
 
-def input_gradients(model: Any, x: Any, y: Any, loss: Any, *, microbatch: Microbatch = "auto") -> Any:
+def input_gradients(model: Any, x: Any, y: Any, loss: Any = None, *, microbatch: Microbatch = "auto") -> Any:
     """Gradient of each sample's loss with respect to its own input, d loss_i / d x_i, in the structure of x.
 
     Arguments as in `gradients`; x must be floating-point. Results are tensors of the backend.
     """
     x, y = _tensors(x, y)
+    loss = compiled_loss(model) if loss is None else loss
     for v in tree.flatten(x):
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype)):
             raise ParameterError(

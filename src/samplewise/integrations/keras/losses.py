@@ -32,8 +32,6 @@ def sample_losses(loss: Any, y: Any, y_pred: Any) -> Any:
             f"the model must return one tensor for a loss of each sample; found {type(y_pred).__name__}. Pass a model "
             "with a single output."
         )
-    if loss is None:
-        raise LossesError("loss must be a Keras loss: an object, a class, a name or a function; found None.")
     criterion = get_loss(loss, y, y_pred)
     # copy.copy would serialize the loss, which changes its functions.
     unreduced = object.__new__(type(criterion))
@@ -58,6 +56,24 @@ def _row_sums(values: Any) -> Any:
 
 
 # --- compiled loss of a model -----------------------------------------------------------------------------------------
+
+
+def compiled_loss(model: Any) -> Any:
+    """The loss given to `model.compile`, of a model with a single output, as it was given."""
+    if type(model).compute_loss is not keras.Model.compute_loss:
+        cause = f"that {type(model).__name__} overrides compute_loss"
+    elif model.loss is None:
+        cause = "no loss, neither as an argument nor in model.compile"
+    else:
+        losses = tree.flatten(model.loss)
+        if len(losses) == 1 and model._compile_loss._user_loss_weights is None:
+            return losses[0]
+        cause = f"{len(losses)} losses" if len(losses) > 1 else "loss_weights"
+        cause += " in model.compile"
+    raise LossesError(
+        f"gradients of samples need one Keras loss; found {cause}. Pass a loss: an object, a class, a name or a "
+        "function."
+    )
 
 
 def compiled_losses(model: Any) -> list[Any]:
