@@ -169,11 +169,10 @@ BROKEN = {
     "a loader of single samples": (
         HEALTHY.replace("batch_size=20", "batch_size=None"),
         [
-            "LossesError: CrossEntropyLoss needs a target of shape (3,) for predictions of shape (3,); found (). Use "
-            "squeeze, unsqueeze or view. The recipe defines no loss, so nn.CrossEntropyLoss() is used, which is for "
-            "class labels. A recipe for regression must define loss, for example loss = nn.MSELoss().",
-            "samplewise: the batch may be a single sample, because an entry of it is one number. Batches have one row "
-            "per sample: use DataLoader(dataset, batch_size=1), or x.unsqueeze(0) and y.unsqueeze(0).",
+            "BatchError: a loader must yield batches, whose entries have one row per sample; found entries of shape "
+            "(6,) and (), which look like a single sample, and LossesError in the loss function: CrossEntropyLoss needs "
+            "a target of shape (3,) for predictions of shape (3,); found (). Use squeeze, unsqueeze or view. Pass "
+            "DataLoader(dataset, batch_size=64), or yield batches of one sample, (x[None], y[None]).",
         ],
     ),
     "layers that do not fit": (

@@ -16,6 +16,7 @@ from samplewise.attribution.projected_features import OutputFn
 from samplewise.attribution.scoring import largest
 from samplewise.attribution.store import ProjectedStore, Queries
 from samplewise.core.microbatch import Microbatch
+from samplewise.core.validate import refuse_keras
 from samplewise.dataset_pass import check_train_and_queries
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_rank_zero
@@ -62,6 +63,7 @@ def trak(
         store = ProjectedStore(place, dim, seed, dtype=dtype)
         projected: dict[int, Tensor] = {}
         for model in models:
+            refuse_keras(model)
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     "models must be a model, or models in a list or generator, each with its own parameters; found "

@@ -344,11 +344,9 @@ def _contents(batch: Any) -> str:
 
 def check_batch(batch: Any, error: Exception) -> None:
     """Raise BatchError from the error of a loss function if the batch looks like a single sample: some entries are
-    numbers, such as the label of (x, y), or all are 1-D, and no two of them have the same number of rows.
+    numbers, such as the label of (x, y), or all are 1-D, and no two of them have the same number of rows. A
+    RuntimeError gets a note instead: torch raises it when memory is exhausted, too, which has other remedies.
     """
-    # Not for RuntimeError: torch raises it when memory is exhausted, too, which has other remedies.
-    if isinstance(error, BatchError) or not isinstance(error, (IndexError, TypeError, AttributeError, ValueError)):
-        return
     shapes = []
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
@@ -357,13 +355,16 @@ def check_batch(batch: Any, error: Exception) -> None:
             shapes.append((len(leaf),) if isinstance(leaf, (list, tuple)) else ())
     rows = [shape[0] for shape in shapes if shape]
     is_sample = () in shapes or all(len(shape) == 1 for shape in shapes)
-    if len(shapes) < 2 or len(set(rows)) < len(rows) or not is_sample:
+    if isinstance(error, BatchError) or len(shapes) < 2 or len(set(rows)) < len(rows) or not is_sample:
+        return
+    finding = f"entries of shape {' and '.join(map(str, shapes))}, which look like a single sample"
+    remedy = "Pass DataLoader(dataset, batch_size=64), or yield batches of one sample, (x[None], y[None])."
+    if not isinstance(error, (IndexError, TypeError, AttributeError, ValueError)):
+        error.add_note(f"samplewise: the batch has {finding}. {remedy}")
         return
     raise BatchError(
-        "a loader must yield batches, whose entries have one row per sample; found entries of shape "
-        f"{' and '.join(map(str, shapes))}, which look like a single sample, and {type(error).__name__} in the loss "
-        f"function: {str(error).rstrip('.')}. Pass DataLoader(dataset, batch_size=64), or yield batches of one sample, "
-        "(x[None], y[None])."
+        f"a loader must yield batches, whose entries have one row per sample; found {finding}, and "
+        f"{type(error).__name__} in the loss function: {str(error).rstrip('.')}. {remedy}"
     ) from error
 
 
@@ -378,7 +379,8 @@ def check_loader(loader: Any) -> None:
             f"a loader must be an iterable of batches; found {description}, whose items are single samples. Pass "
             "DataLoader(dataset, batch_size=64), or DataLoader(dataset, batch_size=None) if its items are batches."
         )
-    if isinstance(loader, (tuple, list)) and all(isinstance(t, Tensor) and t.dim() for t in loader):
+    # Subclasses are not iterated: that may have effects.
+    if type(loader) in (tuple, list) and all(isinstance(t, Tensor) and t.dim() for t in loader):
         # Batches that are tensors have one dtype and one number of dimensions; x and y rarely have both in common.
         kinds = {(t.dtype, t.dim()) for t in loader}
         if len(kinds) > 1 and len({len(t) for t in loader}) == 1:

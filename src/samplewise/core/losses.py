@@ -126,12 +126,6 @@ def note_causes(error: Exception, model: Any, batch: Any) -> None:
             "converts arrays, or torch.as_tensor(array)."
         )
     tensors = [leaf for leaf in entries if isinstance(leaf, Tensor)]
-    numbers = any(leaf.dim() == 0 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float)) for leaf in entries)
-    if isinstance(batch, (tuple, list)) and numbers and any(tensor.dim() for tensor in tensors):
-        error.add_note(
-            "samplewise: the batch may be a single sample, because an entry of it is one number. Batches have one row "
-            "per sample: use DataLoader(dataset, batch_size=1), or x.unsqueeze(0) and y.unsqueeze(0)."
-        )
     dtypes = {p.dtype for p in model.parameters()}
     others = {t.dtype for t in tensors if t.is_floating_point()} - dtypes
     if len(dtypes) == 1 and others and "type" in str(error):
