@@ -170,9 +170,9 @@ BROKEN = {
         HEALTHY.replace("batch_size=20", "batch_size=None"),
         [
             "BatchError: a loader must yield batches, whose entries have one row per sample; found entries of shape "
-            "(6,) and (), which look like a single sample, and LossesError in the loss function: CrossEntropyLoss needs "
-            "a target of shape (3,) for predictions of shape (3,); found (). Use squeeze, unsqueeze or view. Pass "
-            "DataLoader(dataset, batch_size=64), or yield batches of one sample, (x[None], y[None]).",
+            "(6,) and (), which look like a single sample, and LossesError in the loss function: CrossEntropyLoss "
+            "needs a target of shape (3,) for predictions of shape (3,); found (). Use squeeze, unsqueeze or view. "
+            "Pass DataLoader(dataset, batch_size=64), or yield batches of one sample, (x[None], y[None]).",
         ],
     ),
     "layers that do not fit": (

@@ -37,6 +37,8 @@ def to_the_end(directory, loader):
 
 def ended(directory):
     lines = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+    # On a busy machine, a note says how long loading takes.
+    lines = [line for line in lines if not line.get("text", "").startswith("Loading takes")]
     log = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
     return log, torch.load(directory / "parameters.pt")
 
