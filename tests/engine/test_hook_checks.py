@@ -253,6 +253,7 @@ CHANGES = {
 HARMLESS = {"doubled": lambda g: 2 * g, "unchanged": lambda g: g * 1.0}
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ACTING)

@@ -85,7 +85,7 @@ def started(case, with_grad=True):
     return model, losses, Snapshot(model, losses, *[x for x in inputs if x.is_floating_point()])
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("strategy", [None, "twice", "full", "reference"])
 @pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("question", QUESTIONS)

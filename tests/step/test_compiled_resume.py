@@ -274,6 +274,7 @@ def caches_of_typing():
 FIRST_CALLS = (cached_attribute, cached_in_a_dict, cached_function, imported, read_from_a_file, caches_of_typing)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("first_call", FIRST_CALLS)
 def test_a_first_call_in_the_process(first_call, tmp_path, monkeypatch):
     (tmp_path / "imported_by_the_loss.py").write_text("def make():\n    return 1.0\n\n\nFACTOR = make()\n")
@@ -317,6 +318,7 @@ def another_value_in_each_update(run, number):
     run.factors[0] = 1.0 + number
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.filterwarnings("ignore::samplewise.errors.TrainingWarning")
 @pytest.mark.parametrize("before", [hook_at_the_start, hook_later, another_value_in_each_update])
 def test_changes_that_come_and_go(before, monkeypatch):

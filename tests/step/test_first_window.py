@@ -557,10 +557,10 @@ HEALTHY = {
 }
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize(("name", "clips"), [*itertools.product(HEALTHY, [False, True])])
 @pytest.mark.parametrize("numbers", [dict(recheck=1), dict(microbatch=3)], ids=str)
-def test_correct_programs_hear_nothing(name, clips, numbers):
+def test_correct_programs_get_no_message(name, clips, numbers):
     model, loss_fn, data = HEALTHY[name]()
     assert train(model, loss_fn, data, transforms=CLIP if clips else (), **numbers) == []
 

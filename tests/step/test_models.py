@@ -206,7 +206,7 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize(("name", "clip"), [*itertools.product(HUGGING_FACE, [False, True])])
 def test_hugging_face(name, clip):
     build, loss_fn = HUGGING_FACE[name]
