@@ -164,10 +164,7 @@ def test_an_optimizer_step_between_two_questions_is_allowed():
         assert torch.equal(found, expected[name])
 
 
-STEPPED = (
-    r"parameters must not change between the forward pass and the last use of the per-sample gradients; found a "
-    r"parameter of shape \((3, 8|8, 6)\) that was modified in place, for example by optimizer.step\(\)"
-)
+STEPPED = r"modified in place after the forward pass: a parameter, for example by optimizer\.step\(\), or an input\."
 
 
 class Scale(torch.autograd.Function):
@@ -221,11 +218,3 @@ def test_an_optimizer_step_is_named_for_a_custom_function():
     model, _, _, losses = stepped(head)
     with pytest.raises(sw.GraphError, match=STEPPED):
         sw.gradients(losses, model).norms()
-
-
-def test_a_buffer_of_the_shape_of_a_parameter_is_not_a_parameter():
-    model, x = nn.Linear(8, 8), noise(8, 8)
-    g = sw.gradients(model(x).square().sum(1), model)
-    x.zero_()
-    with pytest.raises(sw.GraphError, match=MODIFIED):
-        g.norms()

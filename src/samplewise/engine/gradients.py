@@ -631,7 +631,7 @@ class Gradients:
         reached = None
         if not self._sharded:
             reached = [self._parameters[name] for name in self._graph.leaves.values() if name not in rows]
-        with graph_alive(losses), notify_ready(reached or (), ready):
+        with graph_alive(), notify_ready(reached or (), ready):
             self._graph.check_losses_unchanged()
             if reached != []:
                 torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)

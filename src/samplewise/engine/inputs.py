@@ -63,7 +63,7 @@ def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) ->
         graph.check_twice_differentiable()
     if graph.sizes.nested:
         return _by_loop(losses, x, create_graph)
-    with graph_alive(losses), torch.set_grad_enabled(create_graph):
+    with graph_alive(), torch.set_grad_enabled(create_graph):
         refuse_broadcast(graph)
         if graph.samples > 1:
             ownership = owners(graph, probes=False)
@@ -80,7 +80,7 @@ def input_gradients(losses: Tensor, x: Tensor, *, create_graph: bool = False) ->
 
 def _by_loop(losses: Tensor, x: Tensor, create_graph: bool) -> Tensor:
     """As `input_gradients`, from one backward pass per sample: ownership is found for strided tensors only."""
-    with graph_alive(losses):
+    with graph_alive():
         samples: Tensor | None = None  # number of samples that depend on each element
         for weights in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
             (gradient,) = torch.autograd.grad(losses, x, weights, retain_graph=True, allow_unused=True)

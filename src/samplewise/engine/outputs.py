@@ -51,7 +51,7 @@ def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) 
     for z in tensors:
         for edge, copy in _copies_of(z):
             stops.setdefault(edge, Stop(z, copy))
-    with graph_alive(loss):
+    with graph_alive():
         consumers = _consumers(loss, stops, wanted)
         total: Tensor | None = None
         for edge, c in _gradients_at(loss, consumers).items():

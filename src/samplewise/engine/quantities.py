@@ -250,7 +250,7 @@ class ComputationContext:
         _set_grad_enabled(grad_enabled)
         self._lock.release()
         if isinstance(error, RuntimeError):
-            raise_graph_error(error, self._graph.losses)
+            raise_graph_error(error)
 
 
 class Norms:

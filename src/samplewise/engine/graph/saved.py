@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _Handle, _Holder
 
 from samplewise.core.memory import HeldTensor
-from samplewise.engine.graph.graph import Node, is_accumulate_grad, is_python_function
+from samplewise.engine.graph.graph import Node, is_python_function
 from samplewise.errors import GraphError
 
 Saved = dict[str, Any]
@@ -71,72 +71,31 @@ def _packed_value(raw: Any) -> Any:
 
 
 MODIFIED = (
-    "tensors saved for backward must not change before the last use of the per-sample gradients; "
-    "found one modified in place after the forward pass. "
-    "Compute all quantities before the input or index buffer is refilled, or pass a copy to the model."
+    "tensors saved for backward must not change before the last use of the per-sample gradients; found one modified in "
+    "place after the forward pass: a parameter, for example by optimizer.step(), or an input. Compute all quantities "
+    "before the step and before an input or index buffer is refilled, or compute the losses again."
 )
-AUTOGRAD_MODIFIED = "modified by an inplace operation"  # in autograd's own message
 
 
 @contextmanager
-def graph_alive(losses: Tensor) -> Iterator[None]:
+def graph_alive() -> Iterator[None]:
     """Convert autograd's errors about a freed graph or a saved tensor modified in place to GraphError."""
     try:
         yield
     except RuntimeError as error:
-        raise_graph_error(error, losses)
+        raise_graph_error(error)
         raise
 
 
-def raise_graph_error(error: RuntimeError, losses: Tensor) -> None:
+def raise_graph_error(error: RuntimeError) -> None:
     """Raise GraphError if `error` is autograd's error about a freed graph or a saved tensor modified in place."""
-    if AUTOGRAD_MODIFIED in str(error):
-        raise GraphError(_message_of_modified(losses.grad_fn)) from error
+    if "modified by an inplace operation" in str(error):
+        raise GraphError(MODIFIED) from error
     if "second time" in str(error) or "already been freed" in str(error):
         raise GraphError(
             "the graph of the losses must still hold its saved tensors; found that it was freed. "
             "Compute quantities before losses.backward(), or call backward(retain_graph=True)."
         ) from error
-
-
-def _message_of_modified(root: Node) -> str:
-    """MODIFIED, or a message about optimizer.step() if the modified tensor is a parameter.
-
-    Autograd does not say which tensor it is. A pack hook gets it, in place of the graph, which could not be used any
-    more: the unpack hook raises the error again.
-    """
-    message = MODIFIED
-
-    def refuse(*unused: object) -> Tensor:
-        raise GraphError(message)
-
-    nodes = {root}
-    stack = [root]
-    while stack:
-        new = {child for child, _ in stack.pop().next_functions if child is not None} - nodes
-        nodes |= new
-        stack.extend(new)
-    modified: list[Tensor] = []
-    for node in nodes if HOOKS_ARE_VISIBLE else ():
-        for name in saved_tensor_names(node):
-            try:
-                raw = _flat([getattr(node, "_raw_saved_" + name)])
-                if all(saved.unpack_hook is None for saved in raw):  # a read would recompute a checkpointed block
-                    getattr(node, ("saved_" if is_python_function(node) else "_saved_") + name)
-            except RuntimeError as error:
-                if AUTOGRAD_MODIFIED in str(error):
-                    for saved in raw:
-                        with suppress(RuntimeError):  # None
-                            saved.register_hooks(modified.append, refuse)
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in modified}
-    for p in (node.variable for node in nodes if is_accumulate_grad(node)):
-        if isinstance(p, nn.Parameter) and p.untyped_storage().data_ptr() in addresses:
-            message = (
-                "parameters must not change between the forward pass and the last use of the per-sample gradients; "
-                f"found a parameter of shape {tuple(p.shape)} that was modified in place, for example by "
-                "optimizer.step(). Compute all quantities before the step, or compute the losses again after it."
-            )
-    return message
 
 
 class Versions:
