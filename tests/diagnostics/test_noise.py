@@ -223,6 +223,13 @@ def test_bad_arguments():
         sw.diagnostics.signal_to_noise(gradients(model, x, y), by="module")
 
 
+@pytest.mark.parametrize("question", [sw.noise_scale, sw.diagnostics.signal_to_noise, sw.similarity])
+def test_losses_in_place_of_gradients(question):
+    message = r"g must be the result of sw\.gradients; found Tensor\. Pass sw\.gradients\(losses, model\)\."
+    with pytest.raises(TypeError, match=message):
+        question(torch.ones(3))
+
+
 def test_representation():
     noise = Noise(trace=200.0, signal=0.25)
     assert repr(noise) == "Noise(scale=800, trace=200, signal=0.25)"

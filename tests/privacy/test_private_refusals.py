@@ -394,7 +394,7 @@ def test_more_updates_than_paid_for():
 @pytest.mark.parametrize(("length", "found"), [({"updates": 9}, 9), ({"epochs": 2}, 14)], ids=str)
 def test_longer_trainings(length, found):
     _, loader, step = make()
-    with pytest.raises(PrivacyError, match=rf"a private training must make {PAID}; found {found}"):
+    with pytest.raises(PrivacyError, match=rf"a private training run must make {PAID}; found {found}"):
         sw.Trainer(step, progress=False).fit(loader, **length)
     assert step.privacy.spent().updates == 0
 

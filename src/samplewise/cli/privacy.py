@@ -32,7 +32,7 @@ COLORS = {"pld": "#2f6f9f", "rdp": "#d9562b"}
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a private training: its releases, and delta."""
+    """Settings of a private training run: its releases, and delta."""
 
     releases: Releases
     delta: float

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from samplewise.core.text import Table, Tabular
-from samplewise.engine.gradients import Gradients
+from samplewise.engine.gradients import Gradients, check_gradients
 from samplewise.parallel import collectives
 from samplewise.step.step import Step
 from samplewise.step.update import Update
@@ -72,6 +72,7 @@ def noise_scale(g: Gradients) -> Noise:
     batch hardly helps. The noise scale mostly grows during training, and an estimate from one batch is noisy: see
     `NoiseScale` for a running estimate.
     """
+    check_gradients(g)
     return _noise(g.norms(), _norm(g.mean()))
 
 
@@ -82,6 +83,7 @@ def signal_to_noise(g: Gradients, *, by: Literal["parameter", "layer"] = "parame
     """
     if by not in ("parameter", "layer"):
         raise ValueError(f"by must be 'parameter' or 'layer'; found {by!r}.")
+    check_gradients(g)
     means = g.mean()
     noise_by_group: dict[str, Noise] = {}
     for name, norms in g.norms(by="parameter").items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.text import SHOWN, Table, Tabular, plural
-from samplewise.engine.gradients import Gradients
+from samplewise.engine.gradients import Gradients, check_gradients
 
 Pair = tuple[int, int, float]  # two samples, and the cosine between their gradients
 
@@ -74,6 +74,7 @@ class Similarity(Tabular):
 
 def similarity(g: Gradients, other: Gradients | None = None) -> Similarity:
     """Cosine similarity of all pairs of per-sample gradients of `g`, or of those of `g` with those of `other`."""
+    check_gradients(g)
     gram = g.gram(other)
     norms = gram.diagonal().clamp(min=0).sqrt() if other is None else g.norms()
     other_norms = norms if other is None else other.norms()

@@ -115,6 +115,14 @@ def gradients_of_samples(
     return g
 
 
+def check_gradients(g: object) -> None:
+    """Raise TypeError for losses, a model or another object in place of per-sample gradients."""
+    if not isinstance(g, Gradients):
+        raise TypeError(
+            f"g must be the result of sw.gradients; found {type(g).__name__}. Pass sw.gradients(losses, model)."
+        )
+
+
 def _check_equal_samples(samples: int) -> None:
     """Raise DistributedError on all ranks if their numbers of samples differ. Collective."""
     counts = collectives.all_gather_object(samples)

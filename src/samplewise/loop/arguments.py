@@ -110,6 +110,6 @@ def check_paid(step: Step, updates: int | None) -> None:
     privacy = step.privacy
     if privacy is not None and (updates or 0) > privacy.plan.updates:
         raise PrivacyError(
-            f"a private training must make at most the {privacy.plan.updates} updates that are paid for; found "
+            f"a private training run must make at most the {privacy.plan.updates} updates that are paid for; found "
             f"{updates}. Train for fewer, or plan more with sw.Privacy(updates=...)."
         )

@@ -151,7 +151,7 @@ class RunDirectory:
             raise CheckpointError(other_version(path, version, RUN_VERSION))
 
     def _has_releases(self) -> bool:
-        """True if the directory records the releases of a private training."""
+        """True if the directory records the releases of a private training run."""
         return any((self.directory / name).exists() for name in (RELEASE_LOG, KEY_FILE))
 
     def _remove_run(self, checkpoints: Checkpoints) -> None:

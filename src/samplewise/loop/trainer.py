@@ -139,7 +139,7 @@ class Trainer(CheckedAttributes):
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
         by `sw.already_sharded`.
-        validate: validation batches, evaluated after every epoch, and at the end of a training that ends inside an
+        validate: validation batches, evaluated after every epoch, and at the end of a run that ends inside an
         epoch, unless a signal or the loader stops it; None (default) for no validation.
         epochs, updates: exactly one is given. Epochs and updates of a resumed run or of an earlier call count.
         resume: True to continue from the newest checkpoint in the run directory, if there is one.

@@ -50,7 +50,7 @@ class DrawState:
             return
         if self.update or self.directory is not None:
             raise PrivacyError(
-                "a private training must be continued by the process that has begun it, because two processes would "
+                "a private run must be continued by the process that has begun it, because two processes would "
                 f"use the same noise; found that process {os.getpid()} is a fork of process {self.process}. Fork "
                 "before the first update, or create a new sw.Privacy after the fork."
             )

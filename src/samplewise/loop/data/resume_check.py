@@ -4,7 +4,7 @@ A position inside an epoch is a number of batches and a number of samples. With 
 the same numbers refer to other samples: some would be lost, others repeated. So these must not change inside an epoch.
 Between two epochs they may change.
 
-    dataset length    len(loader.dataset); not if the number of samples of a private training is secret
+    dataset length    len(loader.dataset); not if the number of samples of a private run is secret
     batch size        of the loader, of its own batch sampler, or of the first batch of a list
     drop_last
     sampler           class and settings, for example RandomSampler (shuffle=True) or SequentialSampler
