@@ -33,7 +33,15 @@ from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph.graph import Graph
 from samplewise.engine.graph.saved import free_saved, graph_alive
-from samplewise.engine.outputs import Outputs, parts_of_loss
+from samplewise.engine.outputs import (
+    LossParts,
+    Outputs,
+    Samples,
+    add_by_sample,
+    check_owner,
+    parts_of_loss,
+    sample_count,
+)
 from samplewise.engine.plan import Quantity
 from samplewise.engine.profile import Profile, profile
 from samplewise.engine.quantities import Norms, Projection, QuantityEvaluator, total_of, zeros
@@ -50,6 +58,7 @@ def gradients(
     parameters: Parameters,
     *,
     outputs: Outputs | None = None,
+    samples: Samples | None = None,
     create_graph: bool = False,
     strategy: Literal["fused", "twice", "full", "reference"] | None = None,
     interacting: Literal["refuse", "allow"] = "refuse",
@@ -64,6 +73,12 @@ def gradients(
         list of tensors. Its rows are the samples. The gradient of a sample is then its part of the gradient of the
         loss, with all factors that the loss contains: of a mean over B samples, it is 1/B times the gradient of the
         sample's own loss, and so is its norm. The parts add up to the gradient of the loss.
+    samples: sample that each row of `outputs` belongs to, a tensor of integers from 0 on, with any number of rows per
+        sample: the two rows of a preference pair, the completions of a prompt, the boxes of an image. A shape with more
+        dimensions gives single elements to samples, such as (1, T) the tokens of packed documents. For several outputs,
+        a list. Rows with negative numbers, such as padding, must not enter the loss. Without `outputs`, the sample of
+        each element of `losses`, which are added up for each sample; those with negative numbers are left out. On an
+        accelerator, keep `samples` on the CPU: its largest number is read. Default: row i is sample i.
     create_graph: if True, the returned quantities can be differentiated. Fused attention kernels have no second
         derivative and are refused: compute the losses under torch.nn.attention.sdpa_kernel(SDPBackend.MATH). Default
         False.
@@ -74,8 +89,7 @@ def gradients(
     """
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; found {strategy!r}.")
-    if interacting not in ("refuse", "allow"):
-        raise ValueError(f"interacting must be 'refuse' or 'allow'; found {interacting!r}.")
+    check_interacting(interacting)
     if create_graph and strategy == "twice":
         raise ValueError(
             "create_graph=True needs a strategy that keeps gradients; found strategy='twice'. Use 'fused'."
@@ -86,21 +100,47 @@ def gradients(
             "create_graph=True needs losses (B,), because the derivative of a scalar loss at its outputs is held "
             "constant; found outputs. Pass the losses of the samples."
         )
-    return gradients_of_samples(losses, wanted_parameters(parameters), outputs, create_graph, strategy, interacting)
+    if outputs is None:
+        losses = losses_by_sample(losses, samples)
+        return gradients_of_samples(losses, wanted_parameters(parameters), None, create_graph, strategy, interacting)
+    wanted = wanted_parameters(parameters)
+    parts = parts_of_loss(losses, outputs, wanted.named, samples)
+    return gradients_of_samples(losses, wanted, parts, create_graph, strategy, interacting)
+
+
+def check_interacting(interacting: str) -> None:
+    """Raise ValueError for an invalid value of the argument."""
+    if interacting not in ("refuse", "allow"):
+        raise ValueError(f"interacting must be 'refuse' or 'allow'; found {interacting!r}.")
+
+
+def losses_by_sample(losses: Tensor, samples: Samples | None) -> Tensor:
+    """Losses (B,), the sums over the elements of `losses` of each sample; without `samples`, the losses as they are."""
+    if samples is None:
+        return losses
+    if losses.dim() == 0:
+        raise LossesError(
+            "samples must be the sample of each row of outputs, or of each element of losses; found a scalar loss "
+            "without outputs. Pass outputs=, the tensor that the loss was computed from."
+        )
+    check_owner(samples, losses, "losses")
+    assert isinstance(samples, Tensor)
+    elements = losses.reshape(samples.numel(), -1)
+    return add_by_sample(elements.sum(1) if elements.shape[1] > 1 else losses, samples, sample_count([samples]))
 
 
 def gradients_of_samples(
     losses: Tensor,
     wanted: WantedParameters,
-    outputs: Outputs | None,
+    parts: LossParts | None,
     create_graph: bool = False,
     strategy: str | None = None,
     interacting: str = "refuse",
 ) -> Gradients:
-    """As `gradients`, with parameters that are resolved already."""
+    """As `gradients`, with parameters that are resolved already. `parts`: those of a scalar loss."""
     loss = losses
-    if outputs is not None:
-        losses = parts_of_loss(loss, outputs, wanted.named)
+    if parts is not None:
+        losses = parts.values
     elif isinstance(losses, Tensor) and losses.dim() == 0:
         raise LossesError(
             "losses must be 1-D, one value per sample; found a scalar. Compute them with reduction='none', without an "
@@ -111,7 +151,7 @@ def gradients_of_samples(
     if wanted.sharded:
         _check_equal_samples(len(g))
     g._by_user = True
-    g._scalar_loss = None if outputs is None else loss
+    g._scalar_loss = None if parts is None else loss
     return g
 
 

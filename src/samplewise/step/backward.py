@@ -10,7 +10,7 @@ from functools import partial
 from inspect import signature
 from math import inf
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 import torch
@@ -20,10 +20,26 @@ from torch import Tensor, nn
 from samplewise.core.modes import check_modes, warn
 from samplewise.core.text import plural
 from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters, wide_dtype
-from samplewise.engine.backward import without_grads
+from samplewise.engine.backward import accumulate_grad, without_grads
 from samplewise.engine.deferred_checks import collect_in
-from samplewise.engine.gradients import Gradients, accumulate, free_graph, gradients_of_samples, norms_during
-from samplewise.engine.outputs import Outputs
+from samplewise.engine.gradients import (
+    Gradients,
+    accumulate,
+    check_interacting,
+    free_graph,
+    gradients_of_samples,
+    losses_by_sample,
+    norms_during,
+)
+from samplewise.engine.outputs import (
+    LossParts,
+    Outputs,
+    Samples,
+    parts_of_loss,
+    rest_gradients,
+    sample_count,
+    stop_at_outputs,
+)
 from samplewise.errors import (
     DistributedError,
     LossesError,
@@ -84,6 +100,9 @@ def backward(
     losses: Tensor | None = None,
     counts: Tensor | None = None,
     batch: Any = None,
+    samples: Samples | None = None,
+    rest: Literal["refuse", "plain"] = "refuse",
+    interacting: Literal["refuse", "allow"] = "refuse",
     retain_graph: bool = False,
 ) -> BackwardResult:
     """Accumulate the gradient of a loss into `.grad`, as loss.backward() does, with transforms of the samples'
@@ -100,6 +119,11 @@ def backward(
         Norms, and bounds such as that of `sw.clip`, refer to the gradient of the sample's own loss, before this
         division. A scalar loss already contains the division; losses (B,) are divided here.
     losses, counts, batch: losses (B,) for a scalar loss, counts (B,) and the batch, for transforms that read them.
+    samples: the sample of each row of `outputs`, or of each element of losses: see `sw.gradients`.
+    rest: parameters that a scalar loss reaches outside of `outputs`, as by an auxiliary loss of routers, a penalty on
+        weights or a learned temperature: "refuse" (default) raises GraphError; "plain" adds the ordinary gradient of
+        these paths to `.grad`, without transforms. It is in no sample's norm.
+    interacting: "refuse" (default) or "allow", as in `sw.gradients`.
     retain_graph: if False (default), the graph is freed, as by loss.backward(). True for a second pass through parts of
         it, such as that of another loss with the same trunk.
 
@@ -108,29 +132,38 @@ def backward(
     of loss.backward(), bit for bit.
     """
     check_is_tensor(loss, "sw.backward(loss, model)")
+    if rest not in ("refuse", "plain"):
+        raise ValueError(f"rest must be 'refuse' or 'plain'; found {rest!r}.")
+    check_interacting(interacting)
     chain = checked_chain(transforms)
     _check_denominator(denominator)
     parameters = wanted_parameters(model)
     for module in parameters.modules:  # modes in the first pass, and later if the model itself is in eval mode
         if module not in _mode_checked and outputs is not None:
-            _warn_of_mean(loss, outputs, chain, denominator)
+            _warn_of_mean(loss, outputs, samples, chain, denominator)
         if not module.training or module not in _mode_checked:
             check_modes([module])
             _mode_checked.add(module)
     two_passes = _needs_two_passes(parameters, chain)
     if outputs is None and losses is not None:
         raise LossesError("losses must be left out if the loss has one value per sample; found both.")
-    sample_losses = loss if outputs is None else losses
-    loss = loss / denominator if outputs is None else loss
+    sample_losses = losses
+    if outputs is None:
+        sample_losses = losses_by_sample(loss, samples)
+        loss = sample_losses / denominator
     framework = FrameworkPass(through, loss, retain_graph)
+    parts: LossParts | None = None
     try:
         with framework.allow_passes():
+            scaled = framework.scale(loss)
+            if outputs is not None:
+                parts = parts_of_loss(scaled, outputs, parameters.named, samples, rest)
             strategy = "twice" if two_passes else None
-            g = gradients_of_samples(framework.scale(loss), parameters, outputs, strategy=strategy)
+            g = gradients_of_samples(scaled, parameters, parts, strategy=strategy, interacting=interacting)
             _check_values(chain, g, counts, batch)
             stats = SampleStats(_losses_of(sample_losses, g, chain), counts, batch=batch)
             if not chain.weighs:
-                framework.run(loss.sum(), g)
+                framework.run(loss.sum(), g, parts is not None and bool(parts.rest))
             directions: dict[Reference, dict[str, Tensor]] = {}
             if chain.references:
                 with without_grads(parameters.named.values()):  # references may run backward passes
@@ -141,18 +174,24 @@ def backward(
             raise
         # The scaler must skip the update, also if a gradient without the transforms is finite.
         framework.run(loss.sum() * torch.nan if chain.weighs else loss.sum())
-        samples = loss if outputs is None else outputs
-        if not isinstance(samples, Tensor):
-            samples = next(output for output in samples if output.requires_grad)
-        return without_norms(len(samples), samples.device, sample_losses, counts)
+        values = loss if parts is None else parts.values
+        return without_norms(len(values), values.device, sample_losses, counts)
     if chain.weighs:
         with collect_in(g._checks):  # all values on an accelerator are checked in one host sync
             (stats,) = chain.samples.weigh([stats])
         if two_passes:
-            framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())
+            total = (g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum()
+            if parts is not None and parts.rest:
+                with stop_at_outputs(parts.consumers):
+                    framework.run(total + loss)
+            else:
+                framework.run(total)
         else:
             with framework.allow_passes():
+                rest_sums = {} if parts is None else rest_gradients(scaled, parts, parameters.named)
                 accumulate(g, stats.coefficients, retain_graph)
+            for name, gradient in rest_sums.items():
+                accumulate_grad(parameters.named[name], gradient)
     if not retain_graph:
         free_graph(g, "sw.backward")
     return BackwardResult(stats.result())
@@ -200,7 +239,9 @@ def _check_denominator(denominator: Any) -> None:
         )
 
 
-def _warn_of_mean(loss: Tensor, outputs: Outputs, chain: Chain, denominator: float | Tensor) -> None:
+def _warn_of_mean(
+    loss: Tensor, outputs: Outputs, samples: Samples | None, chain: Chain, denominator: float | Tensor
+) -> None:
     """Warn if transforms read norms, and the loss is a mean over samples, by its last operation, without a denominator.
 
     Cosines do not depend on the denominator.
@@ -211,10 +252,13 @@ def _warn_of_mean(loss: Tensor, outputs: Outputs, chain: Chain, denominator: flo
         return
     is_mean = node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == MEAN
     reads_norms = any("norms" in t.needs and t.reference is None for t in chain.samples.transforms)
-    if is_mean and reads_norms and isinstance(first, Tensor) and first.dim() and len(first) > 1:
+    if not (is_mean and reads_norms and isinstance(first, Tensor) and first.dim()):
+        return
+    count = len(first) if samples is None else sample_count([samples] if isinstance(samples, Tensor) else samples)
+    if count > 1:
         warn(
             "the loss is a mean, but denominator is 1: norms, and bounds such as that of sw.clip, then refer to the "
-            f"part of a sample in the mean, which falls with the batch size. Pass denominator={len(first)}, the number "
+            f"part of a sample in the mean, which falls with the batch size. Pass denominator={count}, the number "
             "of samples, or the number of tokens of a mean over tokens."
         )
 
@@ -338,13 +382,13 @@ class FrameworkPass:
         """The loss as the framework differentiates it, so that half-precision gradients do not underflow."""
         return loss * self.factor if isinstance(self.factor, Tensor) else loss
 
-    def run(self, total: Tensor, g: Gradients | None = None) -> None:
+    def run(self, total: Tensor, g: Gradients | None = None, has_rest: bool = False) -> None:
         """Run the pass of `total`, once. With `g`, the gradients of its parts, also compute their norms, if possible in
-        the same pass.
+        the same pass. `has_rest`: the parts do not add up to `total`.
         """
         if self._ran:
             return
-        if g is not None and not g._sharded and _accepts_retain_graph(self._backward):
+        if g is not None and not (g._sharded or has_rest) and _accepts_retain_graph(self._backward):
             norms_during(g, partial(self._pass, total, retain_graph=True))
         else:
             if g is not None:

@@ -49,7 +49,7 @@ def parse(output: Any, scale: float = 1.0) -> BatchLoss:
     for key in ("losses", "counts", "labels"):
         if not isinstance(entries.get(key), Tensor | None):
             raise LossesError(f"{key} must be a tensor (B,); found {type(entries[key]).__name__}.")
-    attached = [loss] if loss.dim() == 1 else checked_outputs(loss, outputs)
+    attached = [loss] if loss.dim() == 1 else checked_outputs(loss, outputs)[0]
     samples = len(attached[0])
     if counts is not None and tuple(counts.shape) != (samples,):
         raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
