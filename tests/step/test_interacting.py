@@ -161,7 +161,7 @@ def test_bad_values():
 
 @cases
 def test_the_error_names_a_remedy_that_helps(make, loss_fn):
-    with pytest.raises(sw.SamplesInteractError, match=r", or pass interacting='allow' to sw.gradients or sw.Step"):
+    with pytest.raises(sw.SamplesInteractError, match=r", or pass interacting='allow' to sw.gradients, "):
         sw.Step(make(), sw.sgd(LR), loss_fn, transforms=CLIP, recheck=False).run(batches())
     sw.Step(make(), sw.sgd(LR), loss_fn, transforms=CLIP, recheck=False, interacting="allow").run(batches())
 

@@ -102,10 +102,9 @@ def gradients(
         )
     if outputs is None:
         losses = losses_by_sample(losses, samples)
-        return gradients_of_samples(losses, wanted_parameters(parameters), None, create_graph, strategy, interacting)
     wanted = wanted_parameters(parameters)
-    parts = parts_of_loss(losses, outputs, wanted.named, samples)
-    return gradients_of_samples(losses, wanted, parts, create_graph, strategy, interacting)
+    parts = None if outputs is None else parts_of_loss(losses, outputs, wanted.named, samples)
+    return gradients_of_samples(losses, wanted, parts, samples, create_graph, strategy, interacting)
 
 
 def check_interacting(interacting: str) -> None:
@@ -133,11 +132,12 @@ def gradients_of_samples(
     losses: Tensor,
     wanted: WantedParameters,
     parts: LossParts | None,
+    samples: Samples | None = None,
     create_graph: bool = False,
     strategy: str | None = None,
     interacting: str = "refuse",
 ) -> Gradients:
-    """As `gradients`, with parameters that are resolved already. `parts`: those of a scalar loss."""
+    """As `gradients`, with parameters that are resolved already, and losses (B,) or the `parts` of a scalar loss."""
     loss = losses
     if parts is not None:
         losses = parts.values
@@ -150,6 +150,9 @@ def gradients_of_samples(
     g = gradients_of(losses, wanted.named, wanted.modules, create_graph, strategy, interacting, wanted.sharded)
     if wanted.sharded:
         _check_equal_samples(len(g))
+    if samples is not None:
+        owners = [samples] if isinstance(samples, Tensor) else samples
+        g._graph.row_counts.update(size for owner in owners for size in owner.shape if size > 1)
     g._by_user = True
     g._scalar_loss = None if parts is None else loss
     return g

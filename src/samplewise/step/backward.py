@@ -159,7 +159,7 @@ def backward(
             if outputs is not None:
                 parts = parts_of_loss(scaled, outputs, parameters.named, samples, rest)
             strategy = "twice" if two_passes else None
-            g = gradients_of_samples(scaled, parameters, parts, strategy=strategy, interacting=interacting)
+            g = gradients_of_samples(scaled, parameters, parts, samples, strategy=strategy, interacting=interacting)
             _check_values(chain, g, counts, batch)
             stats = SampleStats(_losses_of(sample_losses, g, chain), counts, batch=batch)
             if not chain.weighs:

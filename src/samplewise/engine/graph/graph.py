@@ -88,6 +88,7 @@ class Graph:
         self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
         self.wanted = wanted
         self.goal = goal
+        self.row_counts = {self.samples}  # sizes of dimensions that sample data have; with samples=, also those of rows
         self.tracks_terms = False  # norms of the terms of gradients are computed, see `PerSampleGrad.term_norms`
         self.hooks: Any = None  # where it has hooks, see `hook_places`
         # Parameters of a sharded model have values only while a pass is in their module (see `unsharded`), its graph

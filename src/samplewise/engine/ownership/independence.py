@@ -9,7 +9,7 @@ when neither requires a gradient, so shapes decide: an operand with one row per 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
@@ -30,7 +30,7 @@ BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 REDUCTIONS = {"Mean", "Sum", "Var", "Std", "Cumsum", "Softmax", "LogSoftmax", "Amax", "Max", "Norm", "LinalgVectorNorm"}
 RULE = "the loss of a sample must not depend on other samples"
 FREEZE = "call sw.freeze_batchnorm(model), which keeps BatchNorm in eval mode after model.train()"
-ALLOW = "pass interacting='allow' to sw.gradients or sw.Step to use the rows of the Jacobian"
+ALLOW = "pass interacting='allow' to sw.gradients, sw.backward or sw.Step to use the rows of the Jacobian"
 WITHOUT_NORMS = (
     "No transform uses per-sample gradients here: sw.Ledger(norms=False), on the command line --ledger losses, records "
     "the losses and trains this model unchanged."
@@ -205,7 +205,7 @@ def sample_data(graph: Graph, entries: Iterable[int], constants: Constants) -> I
     reader = SavedTensorReader({node: names for node in nodes if (names := _operand_names(node))})
     for node in nodes:
         if is_accumulate_grad(node):
-            if _may_be_data(node.variable.detach(), graph.samples, constants):
+            if _may_be_data(node.variable.detach(), graph.row_counts, constants):
                 yield node, node.variable
             continue
         # If every operand requires a gradient, a saved float tensor without one was computed from these operands.
@@ -216,7 +216,7 @@ def sample_data(graph: Graph, entries: Iterable[int], constants: Constants) -> I
         # The forward of a Python function may store tensors as attributes of `ctx`.
         attributes = vars(node).values() if is_python_function(node) else ()
         for tensor in _tensors([*operands, *attributes]):
-            if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.samples, constants):
+            if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.row_counts, constants):
                 yield node, tensor
 
 
@@ -242,12 +242,12 @@ def storage_of(tensor: Tensor) -> int:
     return stored_values(tensor).untyped_storage()._cdata
 
 
-def _may_be_data(tensor: Tensor, samples: int, constants: Constants) -> bool:
+def _may_be_data(tensor: Tensor, row_counts: Collection[int], constants: Constants) -> bool:
     if tensor.requires_grad or tensor.dtype is torch.bool or tensor.dim() == 0:
         return False
     # A slice of sample data is recognized by the shape of its base tensor.
     shapes = [t.shape for t in (tensor, tensor._base) if t is not None]
-    has_row_per_sample = any(samples in (shape[:-1] if len(shape) > 1 else shape) for shape in shapes)
+    has_row_per_sample = any(size in row_counts for shape in shapes for size in (shape[:-1] or shape))
     return has_row_per_sample and tensor not in constants
 
 

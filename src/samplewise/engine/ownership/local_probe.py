@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.generic import as_gradient, call
-from samplewise.engine.graph.graph import Edge, Graph, Node, is_python_function, scalar
+from samplewise.engine.graph.graph import FUSED_ATTENTION, Edge, Graph, Node, is_python_function, scalar
 from samplewise.engine.graph.hook_registry import remove_afterwards
 from samplewise.engine.graph.saved import block_of
 from samplewise.engine.ownership.owner_map import (
@@ -104,6 +104,7 @@ def _copied_owners(passes: _NodePasses) -> list[Tensor] | None:
 #     Index         x[i], x[:, mask], x[rows, columns]
 #     IndexSelect   x.index_select(dim, i)
 #     IndexAdd      x.index_add(dim, i, source)
+#     attention     with a mask that lets tokens attend to tokens of their own sample only, as of packed documents
 
 
 def read_owners(graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap]) -> list[Tensor] | None:
@@ -111,9 +112,12 @@ def read_owners(graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap]) ->
     of several samples; None if the index does not show it.
     """
     operation = graph.operations[node]
-    if operation not in ("Index", "IndexSelect", "IndexAdd") or block_of(node) is not None:
+    readable = operation in FUSED_ATTENTION or operation in ("Index", "IndexSelect", "IndexAdd")
+    if not readable or block_of(node) is not None:
         return None
     shape = Edge(node, 0).shape
+    if operation in FUSED_ATTENTION:
+        return _owners_of_attention(node, owner_maps, shape)
     rows = rows_of(owner_maps[0], shape, Edge(node, 0).device)
     if rows is None:
         return None
@@ -158,6 +162,36 @@ def _owners_of_selection(node: Node, indices: list[Tensor | None], dim: int, own
     order = [*at, *other_dims]
     in_place = [order.index(d) for d in range(len(order))]
     return entries.view(*entries.shape, *(1,) * len(other_dims)).permute(in_place).expand(shape)
+
+
+def _owners_of_attention(node: Node, owner_maps: Mapping[int, OwnerMap], shape: tuple[int, ...]) -> list[Tensor] | None:
+    """Owners of queries, keys and values (b, heads, tokens, features), from the
+    saved mask; None if there is no mask, if it mixes samples, or if the samples are not along b and tokens.
+    """
+    mask = getattr(node, "_saved_attn_mask", None)
+    if mask is None or not mask.is_floating_point() or len(shape) != 4 or set(owner_maps) != {0}:
+        return None
+    owner = distinct(owner_maps[0].owners(shape, mask.device))
+    if owner.shape[1] > 1 or owner.shape[3] > 1:
+        return None
+    attends = mask.isfinite()  # False: a weight of exactly zero
+    attends = attends.view(*(1,) * (4 - attends.dim()), *attends.shape).any(1)
+    if node._saved_is_causal:
+        attends = attends.tril()
+    owner = owner[:, 0, :, 0].expand(owner.shape[0], shape[2])
+    # A key belongs to the queries that attend to it. These have one owner if its variance is zero.
+    owned = (owner >= 0).double()
+    moments = torch.stack([owned, owned * owner, owned * owner * owner], 1)  # (b, 3, queries)
+    count, total, squares = (moments @ attends.double()).unbind(1)
+    if not (count * squares == total * total).all():  # or the mask has finite numbers that are very small
+        return None
+    of_keys = torch.where(count > 0, (total / count.clamp(min=1)).long(), NO_OWNER)
+    owners = [owner_maps[0].owners(shape, mask.device)]
+    for position in (1, 2):
+        child, slot = node.next_functions[position]
+        keys = shape if child is None else Edge(child, slot).shape
+        owners.append(of_keys[:, None, :, None].expand(-1, keys[1], -1, keys[3]).expand(keys[0], -1, -1, -1))
+    return owners
 
 
 def _integers(indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:

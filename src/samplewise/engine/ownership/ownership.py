@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel import distributed as ddp
 
 from samplewise.engine.graph.graph import EdgeKey, Graph, Node, is_python_function, numel
 from samplewise.engine.graph.saved import block_of, saved_tensor_names
-from samplewise.engine.ownership.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
+from samplewise.engine.ownership.layouts import MOVERS, UNDECIDED, VIEWS, Mover, RowOwners, SampleDim, locate
 from samplewise.engine.ownership.local_probe import COPYING, Claim, probe_node
 from samplewise.engine.ownership.owner_map import (
     Irregular,
     OwnerMap,
     Regular,
+    distinct,
     merge_owners,
     owner_map_at,
     single_owner,
@@ -206,8 +208,10 @@ def _by_layout(
     shape = shapes[at, slot]
     place = locate(owner_map.inner, shape, graph.samples) if isinstance(owner_map, Regular) else owner_map.place
     mover = MOVERS.get(operation)
-    if place is None or mover is None:
+    if mover is None:
         return [UNDECIDED] * len(children)
+    if place is None:
+        return _by_several_dims(graph, at, owner_map, mover, shape, children, steps)
     places = mover(graph.nodes[at], place, shape, [shapes[child] if child else None for child in children])
     operand_maps: list[OwnerMap | SampleDim | None] = []
     steps.append(place.dim)
@@ -228,6 +232,50 @@ def _by_layout(
             operand_maps.append(
                 UNDECIDED if to is UNDECIDED else owner_map_at(to, shapes[child], graph.samples) or UNDECIDED
             )
+    return operand_maps
+
+
+_ENTRIES = RowOwners(torch.empty(0, dtype=torch.long))  # any owners of the entries of a dimension
+
+
+def _by_several_dims(
+    graph: Graph,
+    at: int,
+    owner_map: OwnerMap,
+    mover: Mover,
+    shape: tuple[int, ...],
+    children: tuple[EdgeKey | None, ...],
+    steps: list[object],
+) -> list[OwnerMap | SampleDim | None]:
+    """As `_by_layout`, for owners that depend on several dimensions, such as rows and tokens of packed documents: each
+    of these dimensions must be moved as a whole.
+    """
+    owner = distinct(owner_map.owner) if isinstance(owner_map, Irregular) else torch.empty(0)
+    dims = [dim for dim in range(owner.dim()) if owner.shape[dim] > 1]
+    if not owner.numel() or not dims:
+        return [UNDECIDED] * len(children)
+    shapes = [graph.sizes.shapes[child] if child else None for child in children]
+    moved = [mover(graph.nodes[at], SampleDim(dim, _ENTRIES), shape, shapes) for dim in dims]
+    operand_maps: list[OwnerMap | SampleDim | None] = []
+    steps.append(tuple(dims))
+    for places, child in zip(zip(*moved, strict=True), shapes, strict=True):
+        # What mixes one of the dimensions may leave the samples apart, as attention with a mask does: it is probed.
+        to = [-1 if place is None else place.dim for place in places]
+        steps.append(tuple(to))
+        if child is None:
+            operand_maps.append(None)
+        elif (
+            min(to) < 0
+            or len(set(to)) < len(to)
+            or any(place is None or place.post is not _ENTRIES for place in places)
+            or [child[d] for d in to] != [shape[d] for d in dims]
+        ):
+            operand_maps.append(UNDECIDED)
+        else:
+            rows = owner.squeeze([d for d in range(owner.dim()) if d not in dims])
+            rows = rows.permute(sorted(range(len(to)), key=to.__getitem__))
+            sizes = [child[d] if d in to else 1 for d in range(len(child))]
+            operand_maps.append(Irregular(graph.samples, rows.reshape(sizes).expand(child)))
     return operand_maps
 
 
