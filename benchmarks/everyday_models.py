@@ -77,6 +77,19 @@ class SlicedPreferences(Preferences):
         return -F.logsigmoid(0.1 * (losses[half:] - losses[:half]))
 
 
+class Packed(HuggingFace):
+    """Documents of different lengths, in one row without padding."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        lengths = (tokens > 0).sum(1)
+        documents = torch.repeat_interleave(torch.arange(len(tokens)), lengths)
+        positions = torch.cat([torch.arange(int(length)) for length in lengths])
+        packed = tokens[tokens > 0][None]
+        logits = self.model(input_ids=packed, position_ids=positions[None], use_cache=False).logits
+        losses = F.cross_entropy(logits[0, :-1], packed[0, 1:].masked_fill(positions[1:] == 0, -100), reduction="none")
+        return losses.new_zeros(len(tokens)).index_add(0, documents[1:], losses) / lengths
+
+
 class Images(HuggingFace):
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         images = torch.randn(B, 3, 32, 32, generator=generator)
@@ -139,5 +152,11 @@ MODELS: dict[str, tuple[str, Callable[[], HuggingFace]]] = {
     "hf_llama_slices": (
         "`LlamaForCausalLM`, pairs along the batch by slices (DPO)",
         lambda: SlicedPreferences(transformers.LlamaForCausalLM, llama()),
+    ),
+    "hf_llama_packed": (
+        "`LlamaForCausalLM`, packed documents, other lengths in each step",
+        lambda: Packed(
+            transformers.LlamaForCausalLM, transformers.LlamaConfig(**TEXT | {"max_position_embeddings": B * T})
+        ),
     ),
 }

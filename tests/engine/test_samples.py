@@ -170,9 +170,30 @@ def test_packed_documents_are_not_probed(monkeypatch):
         positions, documents = packed(lengths)
         tokens = torch.randint(VOCABULARY, positions.shape)
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        loss = document_losses(logits, tokens, positions, documents, 6).sum()
-        sw.gradients(loss, model, outputs=logits, samples=documents).norms()
+        losses = document_losses(logits, tokens, positions, documents, 6)
+        g = sw.gradients(losses.sum(), model, outputs=logits, samples=documents)
+        torch.testing.assert_close(sw.gradients(losses, model).norms(), g.norms())
     assert not probes
+
+
+def test_labels_that_are_ignored_belong_to_nobody():
+    """The last token of a document predicts the first one of the next document, which is ignored."""
+    model = language_model()
+    for lengths in ([3, 5, 4], [2, 6, 4]):
+        positions, documents = packed([lengths])
+        tokens = torch.randint(VOCABULARY, positions.shape)
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, :-1]
+        labels = tokens.masked_fill(positions == 0, -100)[0, 1:]
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        g = sw.gradients(losses, model, samples=documents[0, 1:])
+        g.norms()
+        assert "no rule" not in str(g.explain())
+        parts = losses.new_zeros(3).index_add(0, documents[0, 1:], losses)
+        rows = g.full()
+        for i in range(3):
+            expected = torch.autograd.grad(parts[i], list(model.parameters()), retain_graph=True)
+            for row, gradient in zip(rows.values(), expected, strict=True):
+                torch.testing.assert_close(row[i], gradient, rtol=1e-5, atol=1e-8)
 
 
 def test_documents_that_attend_to_each_other_interact():

@@ -388,7 +388,11 @@ def images(node: Node, place: SampleDim, shape: Shape, children: list[Shape | No
 
 @moves("NllLoss", "NllLoss2D")
 def nll_loss(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
-    return [place if place.dim == 0 else None] * len(children)
+    # Output (n,) of (n, classes), or (n, h, w) of (n, classes, h, w). Ignored targets have no gradient: where owners
+    # differ along a row, as for the first label of each packed document, they must not count.
+    if not isinstance(place.post, int) and bool((node._saved_target == scalar(node, "ignore_index")).any()):
+        return [UNDECIDED] * len(children)
+    return [SampleDim(place.dim + (place.dim > 0), place.post)] * len(children)
 
 
 @moves("MkldnnRnnLayer")

@@ -104,6 +104,7 @@ def _copied_owners(passes: _NodePasses) -> list[Tensor] | None:
 #     Index         x[i], x[:, mask], x[rows, columns]
 #     IndexSelect   x.index_select(dim, i)
 #     IndexAdd      x.index_add(dim, i, source)
+#     NllLoss       of rows, some with targets that are ignored
 #     attention     with a mask that lets tokens attend to tokens of their own sample only, as of packed documents
 
 
@@ -112,12 +113,16 @@ def read_owners(graph: Graph, node: Node, owner_maps: Mapping[int, OwnerMap]) ->
     of several samples; None if the index does not show it.
     """
     operation = graph.operations[node]
-    readable = operation in FUSED_ATTENTION or operation in ("Index", "IndexSelect", "IndexAdd")
+    readable = operation in FUSED_ATTENTION or operation in ("Index", "IndexSelect", "IndexAdd", "NllLoss", "NllLoss2D")
     if not readable or block_of(node) is not None:
         return None
     shape = Edge(node, 0).shape
     if operation in FUSED_ATTENTION:
         return _owners_of_attention(node, owner_maps, shape)
+    if operation in ("NllLoss", "NllLoss2D"):
+        owner = owner_maps[0].owners(shape, Edge(node, 0).device)
+        owner = torch.where(node._saved_target == scalar(node, "ignore_index"), NO_OWNER, owner)
+        return [owner[:, None].expand(Edge(*node.next_functions[0]).shape)]
     rows = rows_of(owner_maps[0], shape, Edge(node, 0).device)
     if rows is None:
         return None
