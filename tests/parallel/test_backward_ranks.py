@@ -93,6 +93,28 @@ def test_the_factor_of_a_framework(two, how):
         torch.testing.assert_close(own_norms, norms[rank::2])
 
 
+def grads_of_pairs(how, transforms):
+    """Gradients by name of a loss of pairs, rows i and i + 4, with a penalty on a weight beside the outputs."""
+    model = wrapped(how)
+    x = data()[0][:8].view(2, 4, -1)[:, collectives.rank() :: collectives.size()]
+    z = model(x.flatten(0, 1))
+    chosen, rejected = z.square().sum(1).chunk(2)
+    loss = -F.logsigmoid(chosen - rejected).mean() + getattr(model, "module", model)[0].weight.square().sum()
+    pairs = len(chosen)
+    options = {"denominator": pairs, "samples": torch.arange(pairs).repeat(2), "rest": "plain"}
+    stats = sw.backward(loss, model, z, TRANSFORMS[transforms](model), **options)
+    inside = getattr(model, "module", model)
+    return {n: whole(p.grad).clone() for n, p in inside.named_parameters()}, stats.norms
+
+
+@pytest.mark.parametrize("transforms", ["plain", "clip"])
+def test_pairs_with_a_penalty(two, transforms):
+    expected, norms = grads_of_pairs("ddp", transforms)
+    for rank, (found, own_norms) in enumerate(two.run(grads_of_pairs, "ddp", transforms)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(own_norms, norms[rank::2])
+
+
 @pytest.mark.parametrize("how", ["ddp", "sharded"])
 def test_a_coefficient_per_parameter_is_refused(two, how):
     found = two.errors(grads, how, True, "clip by parameter")
