@@ -144,6 +144,7 @@ class NoiseScale:
         return Noise(self._trace / self._weight, self._signal / self._weight)
 
     def on_fit_start(self, step: Step) -> None:
+        _check_divisor(step)
         _check_transforms(step.transforms)
         step.require(norms=True)
 
@@ -179,6 +180,16 @@ class NoiseScale:
         self._trace = state["trace"]
         self._signal = state["signal"]
         self._weight = state["weight"]
+
+
+def _check_divisor(step: Step) -> None:
+    """Raise ValueError unless updates are divided by the counts of their samples."""
+    aggregate = step.config.aggregate
+    if aggregate is not None and aggregate.unit != "sample":
+        raise ValueError(
+            "the noise scale needs updates that are means over tokens or samples; found aggregate="
+            f"{aggregate}. Remove NoiseScale() from the callbacks, or call add(g) with the gradients g of a batch."
+        )
 
 
 def _check_transforms(chain: Chain) -> None:

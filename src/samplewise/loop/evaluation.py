@@ -28,6 +28,7 @@ from samplewise.loop.data.rng import derive_seed
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.step.step import Step
+from samplewise.transforms.per import sample_means
 
 Forward = Callable[[nn.Module, Any], Any]  # (model, batch) -> outputs
 TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches
@@ -59,7 +60,10 @@ class Evaluator:
             yield to_device(batch, self._device)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the loss, Σ losses / Σ counts over all batches and ranks, and the metrics. Collective."""
+        """Return the loss, Σ losses / Σ counts over all batches and ranks, and the metrics. Collective. With
+        aggregate=sw.per("sample"), it is the mean of the samples' means.
+        """
+        aggregate = self._step.config.aggregate
         mean = WeightedMean(torch.float64)
         outputs = OutputRecorder(self._model)
         for metric in self._metrics.values():
@@ -71,6 +75,8 @@ class Evaluator:
                     with self._step._precision.autocast(self._device):
                         losses, counts = per_sample(self._step.loss_fn(self._model, batch))
                     check_one_per_sample(losses)
+                    if aggregate is not None and aggregate.unit == "sample":
+                        losses, counts = sample_means(losses, counts, batch)
                 except Exception as error:
                     note_causes(error, self._model, batch)
                     raise

@@ -40,6 +40,7 @@ def check_settings(settings: Mapping[str, Any], plan: Privacy) -> None:
         "samples": ((None,), "an update is one draw of privacy.loader"),
         "tail": (("update",), "an update is one draw of privacy.loader"),
         "interacting": (("refuse",), "the norm of one sample's gradient must not depend on others"),
+        "aggregate": ((None,), "sums are divided by a public constant, sw.Privacy(divide_by=...)"),
         "on_nonfinite": ((None, "zero"), "a sample that is not finite contributes nothing"),
     }
     for name, (allowed, reason) in defaults.items():

@@ -216,7 +216,8 @@ class UpdateApplier:
         if window.divided and scale == 1:
             return
         total = None if window.totals is None else window.totals.denominators
-        divisor = 1 if window.divided else self._policy.divisor(window.parts, total)
+        constant = window.config.constant_divisor
+        divisor = 1 if window.divided else constant or self._policy.divisor(window.parts, total)
         gradients = self.trained.gradients()
         if gradients:
             torch._foreach_div_(gradients, divisor * scale)

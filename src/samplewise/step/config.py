@@ -17,6 +17,7 @@ from samplewise.errors import NonFiniteGradientError
 from samplewise.parallel.launch import ParallelArgument
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
 from samplewise.transforms.chain import Chain, as_chain
+from samplewise.transforms.per import Per, as_per
 
 Tail = Literal["update", "drop", "carry"]
 Interaction = Literal["refuse", "allow"]
@@ -41,6 +42,7 @@ class StepConfig:
     record: frozenset[str] = frozenset()
     interacting: Interaction = "refuse"
     policy: UpdatePolicy = field(default_factory=OrdinaryUpdate)
+    aggregate: Per | None = None  # None: per token
 
     def __post_init__(self) -> None:
         self.policy.check_settings(vars(self))
@@ -68,11 +70,19 @@ class StepConfig:
                 "sample in its batch with the same sample alone, which differ if samples interact."
             )
         as_microbatch(self.microbatch)
+        as_per(self.aggregate).check_transforms(self.transforms)
+        if self.aggregate == Per("token"):  # the default
+            object.__setattr__(self, "aggregate", None)
         if self.precision is not None and self.precision not in get_args(Precision):
             names = ", ".join(map(repr, get_args(Precision)))
             raise ValueError(f"precision must be one of None, {names}; found {self.precision!r}.")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; found {self.compile!r}.")
+
+    @property
+    def constant_divisor(self) -> float | None:
+        """Divisor of every update; None if it depends on the samples."""
+        return None if self.aggregate is None else self.aggregate.constant
 
     @property
     def hides_samples(self) -> bool:
@@ -103,6 +113,7 @@ class StepConfig:
             "on_nonfinite": self.on_nonfinite,
             "compile": self.compile,
             "interacting": self.interacting,
+            "aggregate": self.aggregate,
             **self.policy.settings(),
         }
 

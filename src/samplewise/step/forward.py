@@ -38,6 +38,8 @@ from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import UpdatePolicy
 from samplewise.transforms.stats import PerSample
 
+Means = Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Tensor | None]]
+
 
 class LossEvaluator:
     """Computes losses and per-sample gradients of microbatches for one model, loss function and set of trained
@@ -56,8 +58,11 @@ class LossEvaluator:
         policy: UpdatePolicy,
         guard: OpenWindowGuard,
         criterion: Criterion | None = None,
+        means: Means | None = None,
     ):
-        """guard: watches calls of the loss function until `unwatch`. criterion: what `loss_fn` calls, if it is one."""
+        """guard: watches calls of the loss function until `unwatch`. criterion: what `loss_fn` calls, if it is one.
+        means: function of losses, counts and microbatch that divides the first two; None: they stay as returned.
+        """
         self.modules = modules
         self.trained = trained
         self.loss_fn = loss_fn
@@ -67,6 +72,7 @@ class LossEvaluator:
         self.ranks = ranks
         self.policy = policy
         self.criterion = criterion
+        self.means = means
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
@@ -129,6 +135,8 @@ class LossEvaluator:
                 raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
         if self.precision.scales and losses.dtype is torch.float16:
             losses = losses.float()  # the loss scale is beyond the range of float16
+        if self.means is not None:
+            losses, counts = self.means(losses, counts, microbatch)
         self.seconds += perf_counter() - started
         return losses, counts
 

@@ -33,7 +33,8 @@ from samplewise.step.config import (
     check_order,
     check_scheduler,
 )
-from samplewise.step.forward import LossEvaluator, MixedPrecision
+from samplewise.step.forward import LossEvaluator, Means, MixedPrecision
+from samplewise.step.group_means import GroupCounts
 from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import make_policy
 from samplewise.step.private_accumulate import PrivateAccumulator
@@ -42,6 +43,7 @@ from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, BatchLayouts, Counters
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import Chain, Transforms, as_chain
+from samplewise.transforms.per import Per, sample_means
 
 if TYPE_CHECKING:
     from samplewise.step.config import Tail  # jedi 0.20, TAB in notebooks, fails at properties of type Literal
@@ -68,6 +70,10 @@ class Step(CheckedAttributes):
     tail: handling of samples at the end of a loader that are too few for an update: "update" with the samples
     available (default), "drop" them, or "carry" them into the next pass.
     transforms: coefficients for each sample's gradient before the sum, and noise on the sum: see `chain`.
+    aggregate: what the sum is divided by: see `per`. None (default): sw.per("token"), the counts. With "sample", the
+    loss of a sample is its mean, and it counts 1; with "group", loss and count of a sample are divided by the counts
+    of its group in the window. Transforms, norms, `update.losses` and `update.counts` refer to these. A window of
+    several microbatches with "group" needs two forward passes.
 
     Optimizer.
     scheduler: learning rate scheduler, stepped once per update.
@@ -110,7 +116,7 @@ class Step(CheckedAttributes):
 
     _fixed: ClassVar = {
         **dict.fromkeys(("model", "scheduler", "precision", "counters", "config", "on_nonfinite"), ""),
-        **dict.fromkeys(("recheck", "compile", "parallel", "interacting", "privacy"), ""),
+        **dict.fromkeys(("recheck", "compile", "parallel", "interacting", "privacy", "aggregate"), ""),
         "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
         "record": "Call step.require(norms=True).",
         "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
@@ -137,6 +143,7 @@ class Step(CheckedAttributes):
         record: Literal["norms"] | Collection[Literal["norms"]] = (),
         interacting: Literal["refuse", "allow"] = "refuse",
         privacy: Privacy | None = None,
+        aggregate: Per | None = None,
     ):
         check_order(model, optimizer, loss_fn)
         join_ranks(model, parallel)  # before other arguments are checked: errors then reach all ranks
@@ -155,11 +162,14 @@ class Step(CheckedAttributes):
             record=as_record(record),
             interacting=interacting,
             policy=policy,
+            aggregate=aggregate,
         )
         check_scheduler(scheduler, optimizer)
         self.model = model
         self.loss_fn = as_loss_fn(loss_fn)
         self._allow_columns(config.transforms.batch_keys, config.transforms.reads_whole_batch)
+        if config.aggregate is not None and config.aggregate.key is not None:
+            self._allow_columns(config.aggregate.batch_keys, callable(config.aggregate.key))
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
@@ -178,7 +188,17 @@ class Step(CheckedAttributes):
         budget = memory_budget(config.microbatch, modules[0], share=2)
         guard = OpenWindowGuard(trained, optimizer)
         self._evaluator = LossEvaluator(
-            modules, trained, wrapped, self._precision, budget, interacting, ranks, policy, guard, criterion
+            modules,
+            trained,
+            wrapped,
+            self._precision,
+            budget,
+            interacting,
+            ranks,
+            policy,
+            guard,
+            criterion,
+            _means(config.aggregate),
         )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, guard, self._layouts, ranks, counters, buffers)
@@ -530,3 +550,10 @@ class Step(CheckedAttributes):
         """Restore what `_rank_state` returned on this rank. Call it after `load_state_dict`."""
         if state:
             self._runner.load_rank_state(state)
+
+
+def _means(aggregate: Per | None) -> Means | None:
+    """Function that divides losses and counts, for the evaluator; None if they stay as returned."""
+    if aggregate is None or aggregate.unit not in ("sample", "group"):
+        return None
+    return sample_means if aggregate.unit == "sample" else GroupCounts(aggregate)

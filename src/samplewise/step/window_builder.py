@@ -25,6 +25,7 @@ from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAc
 from samplewise.step.config import StepConfig
 from samplewise.step.first_window import SAMPLES, FirstWindowChecks
 from samplewise.step.forward import LossEvaluator
+from samplewise.step.group_means import GroupCounts, GroupMeansAccumulator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.parameters import OpenWindowGuard
 from samplewise.step.ranks import reduce_window
@@ -328,7 +329,8 @@ class WindowBuilder:
         start = 0 if window.deferred else window.samples
         if self.size.automatic and not accumulator.exchanges:
             return self.size.retry(lambda pieces: accumulator.add(pieces, start), microbatches)
-        divide = is_window and not window.config.transforms.on_sum  # noise is added to the sum
+        sums = bool(window.config.transforms.on_sum)  # noise is added to the sum
+        divide = is_window and not sums and window.config.constant_divisor is None
         parts = accumulator.add(microbatches, start, divide)
         window.divided = accumulator.divided
         return parts
@@ -384,11 +386,18 @@ class WindowBuilder:
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the open window and the norms to record."""
         chain = self._chain
+        accumulator: Accumulator
         if not chain.weighs and not self.record_norms:
-            return PlainAccumulator(self.evaluator)
-        kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
-        accumulator = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
-        return self.config.policy.accumulator(accumulator)
+            accumulator = PlainAccumulator(self.evaluator)
+        else:
+            kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
+            inner = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
+            accumulator = self.config.policy.accumulator(inner)
+        counts = self.evaluator.means
+        if not isinstance(counts, GroupCounts):
+            return accumulator
+        one_pass = chain.grouping is None
+        return GroupMeansAccumulator(accumulator, counts, self.evaluator, self.ranks, self.size, one_pass)
 
     # --- discarding a window ---------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from samplewise.step.compiled.tracing import Tensors, trace_backward
 from samplewise.step.compiled.update_fn import CompiledUpdate
 from samplewise.step.compiled.verify import DryRun, agrees, count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.config import StepConfig
+from samplewise.step.group_means import GroupCounts
 from samplewise.step.window import BatchCursor
 from samplewise.step.window_builder import WindowBuilder
 
@@ -120,7 +121,7 @@ class ProgramCache:
     def _compiled_settings(self) -> tuple[Any, ...]:
         """Settings that are part of the compiled code."""
         config = self.config
-        return config.transforms, config.max_grad_norm, config.microbatch
+        return config.transforms, config.max_grad_norm, config.microbatch, config.aggregate
 
     def _settings_hold(self) -> bool:
         """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is
@@ -308,8 +309,9 @@ class ProgramCache:
         tensors = Tensors.of(evaluator)
         accumulator = self.builder.make_accumulator()
         assert isinstance(accumulator, (PlainAccumulator, WeightedAccumulator))
+        divisor = self.config.constant_divisor if self.whole_update else 1.0
         with ValueReads():
-            backward = trace_backward(accumulator, tensors, example, self.whole_update)
+            backward = trace_backward(accumulator, tensors, example, divisor)
         formula = formula_of(optimizer) if self.whole_update else None
         names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
         update = CompiledUpdate(
@@ -333,6 +335,7 @@ class ProgramCache:
             "transforms group samples, use references or add noise": bool(
                 chain.grouping or chain.samples.references or (chain.on_sum and self.whole_update)
             ),
+            "updates are means over groups": isinstance(self.evaluator.means, GroupCounts),
             "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
             "modules have hooks": any(hooks_in(modules)),
             "parameters have hooks": any(map(has_hooks, self.evaluator.trained.named.values())),

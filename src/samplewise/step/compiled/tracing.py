@@ -109,10 +109,10 @@ class Backward:
 
 
 def trace_backward(
-    accumulator: PlainAccumulator | WeightedAccumulator, tensors: Tensors, microbatch: Any, mean: bool
+    accumulator: PlainAccumulator | WeightedAccumulator, tensors: Tensors, microbatch: Any, divisor: float | None
 ) -> Backward:
-    """Trace the accumulation of one window; `microbatch` is an example of its samples. mean=False: gradients are sums,
-    which are not divided by the denominator. The accumulator is not used afterwards.
+    """Trace the accumulation of one window; `microbatch` is an example of its samples. divisor: of the gradient
+    sums; None: the denominator of the window. The accumulator is not used afterwards.
     """
     evaluator = accumulator.evaluator
     layout: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def trace_backward(
             accumulator.evaluator = traced = TracedEvaluator(evaluator, trained)
             with NumberReads():  # above the mode of the tracer, which would answer the loss function with a constant
                 (stats,) = accumulator.add([example], 0)
-            gradients = traced.gradient_sum(denominator([stats]) if mean else 1.0)
+            gradients = traced.gradient_sum(denominator([stats]) if divisor is None else divisor)
             tensors.check_replaced(list(trained.values()), untrained)
         fields = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
         dicts = {name: values for name, values in fields.items() if isinstance(values, dict)}

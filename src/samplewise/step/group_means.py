@@ -1,0 +1,180 @@
+"""Updates that are means over groups: `aggregate=sw.per("group", key=...)`.
+
+The loss of a sample is divided by the counts of its group in the window, on all ranks, and so is its count. The sum of
+the losses is then the sum of the groups' means, and the sum of the counts is the number of groups. The counts of the
+whole window must be known before its gradients are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.core.memory import copy_to_device
+from samplewise.core.microbatch import MicrobatchSize
+from samplewise.core.text import plural
+from samplewise.errors import LossesError, TransformError
+from samplewise.parallel import collectives
+from samplewise.parallel.mode import Parallel
+from samplewise.step.accumulate import Accumulator
+from samplewise.step.forward import LossEvaluator
+from samplewise.transforms.chain import Stage
+from samplewise.transforms.per import Per, divide_by_counts
+from samplewise.transforms.stats import SampleStats
+
+
+class GroupCounts:
+    """Σ counts of each group in a window, on all ranks. Called by the evaluator with the losses and counts of a
+    microbatch, which it divides by the counts of their groups.
+    """
+
+    def __init__(self, aggregate: Per):
+        self._aggregate = aggregate
+        self._ranks: Parallel | None = None  # set while the gradients of a window are summed
+        self._totals: dict[Hashable, float] | None = None
+        self._here: dict[Hashable, float] = {}  # of this rank
+
+    def begin(self, ranks: Parallel) -> None:
+        """From now on, microbatches belong to a window. The first one is this rank's whole part, unless `exchange` is
+        called before.
+        """
+        self._ranks = ranks
+
+    def end(self) -> None:
+        """From now on, losses and counts stay as they are, as those of rechecks must."""
+        self._ranks = None
+        self._totals = None
+
+    def __call__(self, losses: Tensor, counts: Tensor | None, batch: Any) -> tuple[Tensor, Tensor | None]:
+        if self._ranks is None:
+            return losses, counts
+        counts = torch.ones_like(losses, requires_grad=False) if counts is None else counts
+        keys = self.keys(batch, len(losses))
+        if self._totals is None:
+            self.exchange(sum_by_group(keys, counts))
+        assert self._totals is not None
+        totals = torch.tensor([self._totals[key] for key in keys], dtype=counts.dtype)
+        return divide_by_counts(losses, counts, copy_to_device(totals, counts.device))
+
+    def keys(self, batch: Any, samples: int) -> list[Hashable]:
+        """Group of each sample of a microbatch."""
+        assert self._aggregate.grouping is not None
+        keys = self._aggregate.grouping.keys(batch)
+        if len(keys) != samples:
+            raise TransformError(
+                f"{self._aggregate} must give one key per sample; found {plural(len(keys), 'key')} for "
+                f"{plural(samples, 'sample')}."
+            )
+        return keys
+
+    def exchange(self, here: dict[Hashable, float]) -> None:
+        """Sum the counts of each group over ranks. `here`: those of this rank. Collective."""
+        assert self._ranks is not None
+        self._ranks.sums()  # raises on all ranks if one of them skips the window
+        totals: dict[Hashable, float] = {}
+        for sums in collectives.all_gather_object(here):
+            for key, total in sums.items():
+                totals[key] = totals.get(key, 0.0) + total
+        self._here = here
+        self._totals = totals
+
+    def check_repeated(self, parts: Sequence[SampleStats]) -> None:
+        """Raise LossesError if the passes in which gradients were summed have had other counts than the first pass."""
+        assert self._totals is not None
+        expected = sum(count / abs(self._totals[key]) for key, count in self._here.items() if self._totals[key])
+        total = sum(float(part.count_sum) for part in parts)
+        if abs(total - expected) > 1e-3 * abs(expected):
+            raise LossesError(
+                f"a window with {self._aggregate} is computed twice if it has several microbatches, and loss_fn must "
+                f"return the same counts both times; found {total:g} times the counts of the groups instead of "
+                f"{expected:g}. Look for iterators, files, clocks or other state that is not in Python variables; or "
+                "use one microbatch per window."
+            )
+
+
+def sum_by_group(keys: Sequence[Hashable], counts: Tensor) -> dict[Hashable, float]:
+    sums: dict[Hashable, float] = {}
+    for key, count in zip(keys, counts.tolist(), strict=True):
+        sums[key] = sums.get(key, 0.0) + count
+    return sums
+
+
+class GroupMeansAccumulator(Accumulator):
+    """Accumulator that gets the counts of all groups, then accumulates with `inner`. For a single microbatch, both need
+    one forward pass, except if `inner` computes groups of its own in an order of its own.
+    """
+
+    needs_window = True
+
+    def __init__(
+        self,
+        inner: Accumulator,
+        counts: GroupCounts,
+        evaluator: LossEvaluator,
+        ranks: Parallel,
+        size: MicrobatchSize,
+        one_pass: bool,
+    ):
+        """one_pass: the first pass of `inner`, before its first collective, is that of the whole microbatch."""
+        self._inner = inner
+        self._counts = counts
+        self._evaluator = evaluator
+        self._ranks = ranks
+        self._size = size
+        self._one_pass = one_pass
+        self.exchanges = ranks.exchanges
+        self.knows_norms = inner.knows_norms
+        self.checks_at_once = inner.checks_at_once
+
+    @property
+    def first_stats(self) -> list[tuple[Stage, SampleStats]] | None:
+        return self._inner.first_stats
+
+    @first_stats.setter
+    def first_stats(self, stats: list[tuple[Stage, SampleStats]] | None) -> None:
+        self._inner.first_stats = stats
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def compute_directions(self) -> None:
+        self._inner.compute_directions()
+
+    def fingerprint(self) -> list[float] | None:
+        return self._inner.fingerprint()
+
+    def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
+        if self.exchanges:
+            self.compute_directions()  # they may contain collectives, which then come first on all ranks
+        repeats = self.exchanges and self._size.automatic  # this rank may run out of memory after the exchange
+        one_pass = self._one_pass and len(microbatches) == 1 and not repeats
+        try:
+            if not one_pass:
+                restore = self._evaluator.saved_state(microbatches)
+                microbatches, here = self._size.retry(lambda some: (some, self._count(some)), microbatches)
+                self._counts.begin(self._ranks)
+                self._counts.exchange(here)
+                restore()
+            self._counts.begin(self._ranks)
+            if repeats and not self._inner.exchanges:
+                parts = self._size.retry(lambda some: self._inner.add(some, start), microbatches)
+            else:
+                parts = self._inner.add(microbatches, start)
+            if not one_pass:
+                self._counts.check_repeated(parts)
+            return parts
+        finally:
+            self._counts.end()
+
+    def _count(self, microbatches: Sequence[Any]) -> dict[Hashable, float]:
+        """Σ counts of each group in these microbatches."""
+        keys: list[Hashable] = []
+        counts: list[Tensor] = []
+        for microbatch in microbatches:
+            losses, own = self._evaluator.losses(microbatch)
+            keys += self._counts.keys(microbatch, len(losses))
+            counts.append(torch.ones_like(losses, requires_grad=False) if own is None else own)
+        return sum_by_group(keys, torch.cat(counts)) if counts else {}
