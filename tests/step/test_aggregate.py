@@ -233,6 +233,7 @@ def per_row(model, batch, k):
     return losses, (batch[1][k] != -100).sum()
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("unit", ["sample", "constant"])
 def test_compiled_updates(unit):
     data = sequences()
@@ -267,7 +268,7 @@ def test_counts_that_change_between_the_passes_are_refused():
         step(sequences())
 
 
-def test_an_open_window_is_restored(tmp_path):
+def test_an_open_window_is_restored():
     """Sums of a part of the window are in the state, except with groups, whose samples are not computed yet."""
     data = sequences()
     for unit in ("token", "sample", "constant"):
@@ -298,6 +299,31 @@ def test_tails():
                     p -= LR * g
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             close(p, q)
+
+
+@pytest.mark.parametrize("unit", ["sample", "group"])
+def test_a_trainer_that_is_resumed(unit, tmp_path, capsys):
+    """In the middle of a window: batches of 4 samples, 5 per update."""
+    data = sequences()
+    batches = [take(data, slice(k, k + 4)) for k in (0, 4, 8)]
+
+    def fit(run, updates, aggregate, **options):
+        model = mlp()
+        step = sw.Step(model, sw.sgd(LR), summed, 5, aggregate=aggregate)
+        trainer = sw.Trainer(step, tmp_path / run)
+        trainer.fit(batches, updates=updates, **options)
+        return model, trainer
+
+    whole, trainer = fit("whole", 7, UNITS[unit])
+    fit("part", 4, UNITS[unit])
+    resumed, _ = fit("part", 7, UNITS[unit], resume=True)
+    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+    losses, counts = summed(whole, data)
+    mean = (losses / counts).mean() if unit == "sample" else losses.sum() / counts.sum()
+    assert trainer.evaluate(batches)["loss"] == pytest.approx(mean.item(), rel=1e-10)
+    fit("part", 8, sw.per(40), resume=True)
+    assert f"aggregate: per(40) from now on, the run had {UNITS[unit]}" in "".join(capsys.readouterr())
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ class GroupCounts:
     """
 
     def __init__(self, aggregate: Per):
+        assert aggregate.grouping is not None
         self._aggregate = aggregate
+        self._grouping = aggregate.grouping
         self._ranks: Parallel | None = None  # set while the gradients of a window are summed
         self._totals: dict[Hashable, float] | None = None
         self._here: dict[Hashable, float] = {}  # of this rank
@@ -61,8 +63,7 @@ class GroupCounts:
 
     def keys(self, batch: Any, samples: int) -> list[Hashable]:
         """Group of each sample of a microbatch."""
-        assert self._aggregate.grouping is not None
-        keys = self._aggregate.grouping.keys(batch)
+        keys = self._grouping.keys(batch)
         if len(keys) != samples:
             raise TransformError(
                 f"{self._aggregate} must give one key per sample; found {plural(len(keys), 'key')} for "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ class Per:
         """Divisor of every update; None if it depends on the samples."""
         return None if isinstance(self.unit, str) else float(self.unit)
 
-    @cached_property
+    @property
     def grouping(self) -> Grouping | None:
         """Groups of samples; None without groups."""
         return None if self.key is None else group(self.key)
