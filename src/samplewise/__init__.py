@@ -64,6 +64,7 @@ __all__ = [
     "noise_scale",
     "normalize",
     "parallel",
+    "per",
     "privacy_audit",
     "read_ledger",
     "scan",
