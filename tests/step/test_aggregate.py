@@ -364,7 +364,7 @@ def test_refused_arguments_of_a_step():
     fixed = step(aggregate=sw.per(40))
     with pytest.raises(ValueError, match=re.escape(message)):
         fixed.transforms = [sw.drop(largest=1)]
-    with pytest.raises(AttributeError, match="'aggregate'. It is fixed when the Step is created"):
+    with pytest.raises(AttributeError, match=r"'aggregate'\. It is fixed when the Step is created"):
         fixed.aggregate = sw.per(3)
     wrong = step(aggregate=sw.per("group", key=lambda batch: [1, 2]))
     with pytest.raises(sw.TransformError, match="must give one key per sample; found 2 keys for 11 samples"):

@@ -25,7 +25,10 @@ from samplewise.engine.ownership.independence import norms_only_recorded
 from samplewise.errors import PrivacyError, SamplesInteractError
 from samplewise.ledger.ledger import Ledger
 from samplewise.step.backward import BackwardResult, HasBackward, backward, pass_of, without_norms
-from samplewise.transforms.chain import Chain
+from samplewise.transforms.chain import Chain, chain
+from samplewise.transforms.per import Per
+from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.transform import SampleTransform
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class BatchLoss:
     counts    (B,), such as tokens; None: 1 each
     columns   further columns of the ledger, name -> (B,): label, prediction and margin
     ids       of the samples; None: those in the batch
+    scale     (B,), positive: factor of each sample's loss, gradient, norm and count; None: 1 each
     """
 
     loss: Tensor
@@ -48,6 +52,7 @@ class BatchLoss:
     counts: Tensor | None = None
     columns: Mapping[str, Tensor] | None = None
     ids: Any = None
+    scale: Tensor | None = None
 
 
 class BatchPass(NamedTuple):
@@ -62,17 +67,20 @@ class Adapter:
     """Transforms and ledger of a training run in the loop of another framework.
 
     ledger: None records nothing
+    aggregate: if it needs a factor for each sample, batches have a `scale`
     """
 
-    def __init__(self, chain: Chain, ledger: Ledger | None):
+    def __init__(self, chain: Chain, ledger: Ledger | None, aggregate: Per | None = None):
         self.chain = chain
         self.ledger = ledger
+        self.aggregate = aggregate
         self._passes: list[BatchPass] = []  # of the open accumulation window
 
     @property
     def per_sample(self) -> bool:
-        """True if per-sample gradients are computed: for a transform, or for the norms in the ledger."""
-        return bool(self.chain.transforms) or (self.ledger is not None and self.ledger.norms)
+        """True if per-sample gradients are computed: for a transform, an aggregate, or the norms in the ledger."""
+        scales = self.aggregate is not None and self.aggregate.unit in ("sample", "group")
+        return bool(self.chain.transforms) or scales or (self.ledger is not None and self.ledger.norms)
 
     @property
     def reads_losses(self) -> bool:
@@ -88,6 +96,12 @@ class Adapter:
     def keys(self) -> list[Hashable]:
         """Keys of the batch that the ledger reads, without duplicates."""
         return [self.id_key] if self.ledger is None else list(dict.fromkeys(self.ledger._keys.values()))
+
+    @property
+    def columns(self) -> list[Hashable]:
+        """Keys of the batch that ledger, transforms and aggregate read, without duplicates."""
+        groups = frozenset() if self.aggregate is None else self.aggregate.batch_keys
+        return list(dict.fromkeys([*self.keys, *sorted(self.chain.batch_keys | groups, key=str)]))
 
     # --- one batch ---------------------------------------------------------------------------------------------------
 
@@ -105,17 +119,25 @@ class Adapter:
         through: runs the pass of the framework; None: that of torch
         denominator: what the loss divides the sum of the samples' losses by; read if `per_sample` is true
         """
+        scale = values.scale
+        losses = values.losses
+        counts = values.counts
+        transforms = self.chain
+        if scale is not None:
+            losses = None if losses is None else losses * scale
+            counts = scale if counts is None else counts * scale
+            transforms = chain(SampleTransform("scale", "1/unit", lambda stats: scale), transforms)
         if self.per_sample:
             try:
                 results = backward(
                     values.loss,
                     model,
                     values.outputs,
-                    self.chain,
+                    transforms,
                     through,
                     denominator=denominator,
-                    losses=values.losses,
-                    counts=values.counts,
+                    losses=losses,
+                    counts=counts,
                     batch=batch,
                 )
             except SamplesInteractError as error:
@@ -124,14 +146,15 @@ class Adapter:
                 raise norms_only_recorded(error) from None
         else:
             pass_of(through)(values.loss)
-            results = without_norms(values.samples, values.loss.device, values.losses, values.counts)
+            results = without_norms(values.samples, values.loss.device, losses, counts)
         if self.ledger is None:
             return
+        stats = results.stats if scale is None else in_units(results.stats, scale)
         entries = {key: pick_column(batch, key) for key in self.keys if values.ids is None or key != self.id_key}
         if values.ids is not None:
             entries[self.id_key] = values.ids
         columns = {name: column for name, column in (values.columns or {}).items() if name not in self.ledger._keys}
-        self._passes.append(BatchPass(BackwardResult(replace(results.stats, columns=columns)), entries, epoch))
+        self._passes.append(BatchPass(BackwardResult(replace(stats, columns=columns)), entries, epoch))
 
     # --- one update --------------------------------------------------------------------------------------------------
 
@@ -171,6 +194,17 @@ class Adapter:
         """Write the rows so far, after an error."""
         if self.ledger is not None:
             self.ledger.on_error()
+
+
+def in_units(stats: SampleStats, scale: Tensor) -> SampleStats:
+    """Results with the factor of each sample's loss in its norm, where it was a coefficient."""
+    norms = stats.unscaled_norms
+    weights = stats.coefficients
+    if isinstance(weights, dict):
+        weights = {name: c / scale for name, c in weights.items()}
+    elif weights is not None:
+        weights = weights / scale
+    return replace(stats, raw_norms=None if norms is None else norms * scale, coefficients=weights)
 
 
 # --- arguments and classes of the integrations -----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from samplewise.errors import BatchError, DistributedError, GraphError, LossesError, SamplewiseError
 from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first, refuse_privacy
+from samplewise.integrations.huggingface.aggregates import Aggregates, check_aggregate
 from samplewise.integrations.huggingface.denominators import Denominators
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_columns, with_id_column
@@ -23,6 +24,7 @@ from samplewise.ledger.sample_ids import IdCollator, Indexed, split_entries
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.backward import checked_chain
 from samplewise.transforms.chain import Transforms
+from samplewise.transforms.per import Per
 
 if TYPE_CHECKING:
     Base = Any  # a Trainer; known only in the class that uses the mixin
@@ -45,6 +47,8 @@ class PerSample(Base):
 
     transforms: as in `sw.backward`. Bounds such as that of `sw.clip` refer to the gradient of a sample's own loss: the
     sum over its tokens if the labels are tokens, otherwise the loss of a batch of one sample.
+    aggregate: what an update is divided by: see `sw.per`. None (default): sw.per("token"), the labels of the
+    accumulated batches, as the Trainer does. The logged loss is that of the Trainer with every aggregate.
     ledger: `sw.Ledger`, which records each sample at each visit. Its default directory is args.output_dir. The ids are
     those of `sw.Indexed`, or the column of the dataset named by Ledger(id=...). Checkpoints of the trainer contain its
     state, so that a resumed training continues it. A training from the start removes the rows of an earlier one in
@@ -73,14 +77,17 @@ class PerSample(Base):
         transforms: Transforms = (),
         ledger: Ledger | None = None,
         privacy: Privacy | None = None,
+        aggregate: Per | None = None,
         **kwargs: Any,
     ):
         refuse_privacy(privacy, "the Hugging Face Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
-        self._adapter = Adapter(checked_chain(transforms), ledger)
+        check_aggregate(self, aggregate)
+        self._adapter = Adapter(checked_chain(transforms), ledger, aggregate)
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self)
+        self._aggregates = Aggregates(aggregate, self._label_counts)
         indexed = next((value for value in (*args, *kwargs.values()) if isinstance(value, Indexed)), None)
         self._ledger = TrainerLedger(self._adapter, indexed)
         super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
@@ -122,7 +129,9 @@ class PerSample(Base):
                 self._outputs_hook.remove()
 
     def get_train_dataloader(self) -> Any:
-        """The data loader of the Trainer, whose batches also hold the ids and the columns of the ledger."""
+        """The data loader of the Trainer, whose batches also hold the ids and the columns that the model does not read:
+        those of ledger, transforms and aggregate.
+        """
         collator = self.data_collator
         extra = self._extra_columns()
         columns = self._signature_columns
@@ -137,6 +146,7 @@ class PerSample(Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._denominators.start_window(batches)
+        self._aggregates.start_window(batches)
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -171,9 +181,9 @@ class PerSample(Base):
         return loss if factors[0] == 1 else loss * factors[0]
 
     def _extra_columns(self) -> list[Hashable]:
-        """Columns of the batch that only the ledger reads, such as the ids."""
+        """Columns of the batch that the model does not read: ids, and those of ledger, transforms and aggregate."""
         self._set_signature_columns_if_needed()
-        return [key for key in self._adapter.keys if key not in self._signature_columns]
+        return [key for key in self._adapter.columns if key not in self._signature_columns]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         self._ledger.save()
@@ -199,7 +209,13 @@ class PerSample(Base):
             counts=self._denominators.counts(batch) if samples is None else samples.counts,
             columns=None if samples is None else samples.columns,
         )
+        values, denominator = self._aggregates.scaled(values, denominator, batch)
         self._adapter.backward(values, model, self.accelerator, denominator, batch)
+
+    def _label_counts(self, batch: Any) -> Tensor:
+        """(B,) numbers of labels of each sample; 1 if they are not class indices."""
+        counts = self._denominators.counts(batch)
+        return torch.ones(_rows(batch, self._adapter.id_key)) if counts is None else counts
 
     def _sample_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
         """Losses of the samples, checked against the loss of the trainer; None if they are not known or not read."""
