@@ -82,14 +82,15 @@ def test_killed_in_the_second_epoch_and_resumed(tmp_path, model):
 
 
 RANKS = """
-name, task, ranks, clipped = sys.argv[2:6]
+name, task, ranks, clipped, unit = sys.argv[2:7]
 made, data = TASKS[task]
 batch = 4 // int(ranks)
 options = {"ddp_backend": "gloo"} if ranks == "2" else {}
-data = data(16)
+data = [{**sample, "prompt": f"prompt {k % 5}"} for k, sample in enumerate(data(16))]
+units = {"sample": sw.per("sample"), "group": sw.per("group", key="prompt"), "constant": sw.per(10)}
 trainer = recorded(
     made(), data, sys.argv[1] + "/" + name, batch, 2, transforms=[sw.clip(0.3)] if clipped == "True" else [],
-    options=options | {"train_sampling_strategy": "sequential"},
+    options=options | {"train_sampling_strategy": "sequential"}, aggregate=units.get(unit),
 )
 if trainer.args.process_index == 0:
     torch.save(vector(trainer.accelerator.unwrap_model(trainer.model)), sys.argv[1] + f"/{name}.pt")
@@ -97,15 +98,17 @@ if trainer.args.process_index == 0:
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("task", ["bert", "llama"])
-def test_two_ranks_give_the_update_of_one(task, clipped, tmp_path):
-    code, errors = finished(run(RANKS, tmp_path, "one", task, 1, clipped))
+@pytest.mark.parametrize(
+    ("task", "unit"), [("bert", "token"), *(("llama", unit) for unit in ("token", "sample", "group", "constant"))]
+)
+def test_two_ranks_give_the_update_of_one(task, unit, clipped, tmp_path):
+    code, errors = finished(run(RANKS, tmp_path, "one", task, 1, clipped, unit))
     assert code == 0, errors
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
-        run(RANKS, tmp_path, "two", task, 2, clipped,
+        run(RANKS, tmp_path, "two", task, 2, clipped, unit,
             RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         for rank in range(2)
     ]  # fmt: skip
