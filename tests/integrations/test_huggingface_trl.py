@@ -149,6 +149,41 @@ def test_prompts_and_completions(tmp_path):
     assert {row["id"]: row["count"] for row in rows} == {"a": 2, "b": 3, "c": 4, "d": 2}
 
 
+@pytest.mark.parametrize("aggregate", [sw.per("sample"), sw.per("group", key="source"), sw.per(20)], ids=str)
+def test_aggregates_and_columns_that_transforms_name(aggregate, tmp_path):
+    """An update of batches of different sizes, with weights and groups from columns of the table."""
+    sources = ["a", "b", "a", "c", "b", "a", "c", "c", "d"]
+    weights = [0.5 * k for k in range(9)]
+    table = Dataset.from_dict({"text": TEXTS, "weight": weights, "source": sources, "id": list(range(9))})
+    made = sft(
+        tmp_path, data=table, batch=2, accumulate=5, adapters=lora(), transforms=[sw.weight("weight"), sw.clip(0.2)],
+        aggregate=aggregate, ledger=sw.Ledger(),
+    )  # fmt: skip
+    before = sft(tmp_path / "by hand", adapters=lora())
+    made.train()
+    parameters = [p for p in before.model.parameters() if p.requires_grad]
+    counts = [len(text.split()) for text in TEXTS]
+    of_group = [sum(n for n, s in zip(counts, sources, strict=True) if s == source) for source in sources]
+    units = {"sample": counts, "group": of_group}.get(aggregate.unit, [1] * 9)
+    divisor = {"sample": 9, "group": 4}.get(aggregate.unit, 20)
+    total = [torch.zeros_like(p) for p in parameters]
+    rows = {row["id"]: row for row in sw.read_ledger(tmp_path).to_pylist()}
+    for i, text in enumerate(TEXTS):
+        ids = torch.tensor([tokenizer()(text + "<eos>")["input_ids"]])
+        loss = before.model(input_ids=ids, labels=ids).loss * counts[i] / units[i]
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = torch.stack([g.norm() for g in gradients]).norm().item()
+        assert rows[i]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert rows[i]["norm"] == pytest.approx(norm, rel=1e-4)
+        scale = weights[i] * min(1.0, 0.2 / max(weights[i] * norm, 1e-9))
+        assert rows[i]["weight"] == pytest.approx(scale, rel=1e-4)
+        for t, g in zip(total, gradients, strict=True):
+            t += g * scale / divisor
+    expected = torch.cat([(p - 0.5 * t).detach().flatten() for p, t in zip(parameters, total, strict=True)])
+    update = (expected - trained(before)).norm()
+    assert (trained(made) - expected).norm() <= 3e-6 * update + 1e-7 * expected.norm()
+
+
 def test_a_table_with_the_plain_trainer(tmp_path):
     """The index becomes a column of the table; the training is that of the list."""
     table = Dataset.from_list(classes(6))
