@@ -31,7 +31,7 @@ ATTRIBUTION = ("attribute", "hessian", "margin", "select", "ProjectedStore")
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
     "Loops without a step": ["backward", "BackwardResult"],
-    "Training steps": ["Step", "Update", "auto", "batch_constants", "sgd"],
+    "Training steps": ["Step", "Update", "per", "auto", "batch_constants", "sgd"],
     "Transforms": [
         "chain",
         "clip",

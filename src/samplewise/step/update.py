@@ -42,7 +42,8 @@ class Update:
               accelerator, the phase that waits for a result includes the work queued before it
     loss      Σ losses / Σ counts, the true mean of the window, over all ranks
     losses    (samples,) losses as returned by the loss function, in the order of the samples. With counts, the loss of
-              a sample is a sum over its counted elements, and losses / counts are the means
+              a sample is a sum over its counted elements, and losses / counts are the means. With
+              Step(aggregate=sw.per("sample")), or "group", both are divided: see `per`
     counts    (samples,) terms of the denominator: 1 each, or as returned by the loss function
     norms     (samples,) norms of the gradients of `losses`, before any transform
     weights   (samples,) coefficients of the per-sample gradients in the sum, or a dict name -> (samples,)
