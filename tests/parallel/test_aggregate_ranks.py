@@ -18,6 +18,7 @@ SPLITS = [
     dict(samples=6, batch=4, microbatch=2),
     dict(samples=None, batch=3),
     dict(samples=5, batch=1, tail="carry"),
+    dict(samples=6, batch=4, microbatch=sw.auto(memory=600)),
 ]
 
 

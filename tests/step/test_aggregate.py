@@ -350,6 +350,7 @@ def test_values_print_and_compare():
     assert str(sw.per("group", key=len)) == "per('group', key=len)"
     assert sw.per(4096) == sw.per(4096) != sw.per("token")
     assert str(sw.per(4096)) == "per(4096)"
+    assert "aggregate=per('sample')" in repr(sw.Step(mlp(), sw.sgd(LR), summed, aggregate=sw.per("sample")))
 
 
 def test_refused_arguments_of_a_step():
