@@ -7,11 +7,12 @@ from huggingface_models import PerSampleTrainer, arguments, bert, classes, train
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOTrainer, SFTConfig, SFTTrainer
 
 import samplewise as sw
-from samplewise.errors import GraphError
+from samplewise.errors import GraphError, LossesError
 from samplewise.integrations.huggingface import PerSample
+from samplewise.integrations.huggingface.aggregates import check_aggregate
 from samplewise.integrations.huggingface.outputs import before_fused_head
 
 pytestmark = pytest.mark.slow
@@ -182,6 +183,38 @@ def test_aggregates_and_columns_that_transforms_name(aggregate, tmp_path):
     expected = torch.cat([(p - 0.5 * t).detach().flatten() for p, t in zip(parameters, total, strict=True)])
     update = (expected - trained(before)).norm()
     assert (trained(made) - expected).norm() <= 3e-6 * update + 1e-7 * expected.norm()
+
+
+def test_groups_are_the_prompts_of_the_table(tmp_path):
+    """Their column is that which TRL reads, too."""
+    prompts, completions = ["the cat", "the cat", "a dog", "the cat"], [" sat", " sat on", " ran big red", " ran"]
+    table = Dataset.from_dict({"prompt": prompts, "completion": completions})
+    made = sft(tmp_path, data=table, batch=3, accumulate=2, adapters=lora(), aggregate=sw.per("group", key="prompt"))
+    before = sft(tmp_path / "by hand", adapters=lora())
+    made.train()
+    means = []
+    for name in ("the cat", "a dog"):
+        total = count = 0
+        for completion in (c for p, c in zip(prompts, completions, strict=True) if p == name):
+            prompt, tokens = (tokenizer()(text)["input_ids"] for text in (name, completion + "<eos>"))
+            labels = torch.tensor([[-100] * len(prompt) + tokens])
+            loss = before.model(input_ids=torch.tensor([prompt + tokens]), labels=labels).loss
+            total = total + loss * len(tokens)
+            count += len(tokens)
+        means.append(total / count)
+    parameters = [p for p in before.model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(torch.stack(means).mean(), parameters)
+    expected = torch.cat([(p - 0.5 * g).detach().flatten() for p, g in zip(parameters, gradients, strict=True)])
+    update = (expected - trained(before)).norm()
+    assert (trained(made) - expected).norm() <= 3e-6 * update + 1e-7 * expected.norm()
+
+
+def test_aggregates_of_other_trainers_are_refused():
+    class PerSampleDPO(PerSample, DPOTrainer):
+        pass
+
+    with pytest.raises(LossesError, match="found DPOTrainer, whose loss has a divisor of its own"):
+        check_aggregate(PerSampleDPO.__new__(PerSampleDPO), sw.per("sample"))
 
 
 def test_a_table_with_the_plain_trainer(tmp_path):

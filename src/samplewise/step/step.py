@@ -222,8 +222,7 @@ class Step(CheckedAttributes):
         rule = getattr(optimizer, "rule", optimizer)
         objects = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
         names = [getattr(value, "__qualname__", None) or type(value).__name__ for value in objects]
-        settings = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
-        settings["aggregate"] = self.config.aggregate
+        settings = {name: getattr(self.config, name) for name in ("samples", "microbatch", "precision", "aggregate")}
         arguments = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
         arguments += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
         return f"Step({', '.join(names + arguments)})"

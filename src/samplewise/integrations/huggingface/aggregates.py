@@ -20,8 +20,6 @@ from samplewise.integrations.adapter import BatchLoss
 from samplewise.parallel import collectives
 from samplewise.transforms.per import Per, as_per, divide_by_counts
 
-COUNTED = ("SFTTrainer", "_BaseTrainer")  # classes of TRL whose loss is a mean over labels
-
 
 class Aggregates:
     """Scales of the samples' losses, for the accumulated batches of a trainer.
@@ -123,9 +121,9 @@ class Aggregates:
 def check_aggregate(trainer: Any, aggregate: Per | None) -> None:
     """Raise unless the trainer has all batches of an update before the first pass, with the labels of each sample."""
     as_per(aggregate)
-    for cls in type(trainer).__mro__:
-        if aggregate is not None and cls.__module__.startswith("trl.") and cls.__name__ not in COUNTED:
-            raise LossesError(
-                "aggregate= must know the number of tokens of each sample before the first pass of an update; found "
-                f"{cls.__name__}, whose loss has a divisor of its own. Leave aggregate out."
-            )
+    of_trl = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+    if aggregate is not None and of_trl and "SFTTrainer" not in of_trl:
+        raise LossesError(
+            "aggregate= must know the number of tokens of each sample before the first pass of an update; found "
+            f"{of_trl[0]}, whose loss has a divisor of its own. Leave aggregate out."
+        )
