@@ -135,6 +135,19 @@ class Table:
         return torch.tensor([self.rows[tuple(row)] for row in batch["input_ids"].tolist()])
 
 
+class Halved(PerSampleTrainer):
+    """A loss that is not a mean over the labels."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) / 2
+
+
+def test_tokens_that_are_not_those_of_the_labels_are_refused(tmp_path):
+    message = "must know the number of tokens in the loss of each sample; found that those of per_sample_losses"
+    with pytest.raises(sw.LossesError, match=message):
+        train(llama(), texts(6), tmp_path, 3, 2, trainer=Halved, aggregate=sw.per("sample"))
+
+
 def test_refused_arguments(tmp_path):
     with pytest.raises(TypeError, match=r"aggregate must be a sw.per\(...\); found 'sample'"):
         PerSampleTrainer(bert(), arguments(tmp_path), train_dataset=classes(4), aggregate="sample")

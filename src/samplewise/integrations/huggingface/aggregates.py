@@ -31,30 +31,19 @@ class Aggregates:
     def __init__(self, aggregate: Per | None, count: Callable[[Any], Tensor]):
         self._aggregate = None if aggregate == Per("token") else aggregate
         self._count = count
-        self._samples = 0  # with labels, in the accumulated batches of this rank
-        self._groups: dict[Hashable, float] = {}  # Σ counts of each group in the accumulated batches of this rank
-        self._totals: dict[Hashable, float] | None = None  # the same of all ranks
-        self._divisor: float | None = None
+        self._batches: list[Any] = []  # accumulated for the next update, on this rank
+        self._totals: dict[Hashable, float] = {}  # Σ counts of each group in the batches of all ranks
+        self._divisor: float | None = None  # None: not computed for this update yet
+        self.unverified = self._aggregate is not None and self._aggregate.constant is None
 
     def start_window(self, batches: list[Any]) -> None:
-        """Count the labels of the batches that are accumulated for the next update."""
-        self._samples = 0
-        self._groups = {}
-        self._totals = None
+        """Get the batches that are accumulated for the next update."""
+        self._batches = batches
         self._divisor = None
-        if self._aggregate is None or self._aggregate.constant is not None:
-            return
-        for batch in batches:
-            counts = self._count(batch)
-            self._samples += int((counts > 0).sum())
-            for key, count in zip(self._keys(batch, len(counts)), counts.tolist(), strict=False):
-                self._groups[key] = self._groups.get(key, 0.0) + count
 
     def _keys(self, batch: Any, samples: int) -> list[Hashable]:
-        """Group of each sample; empty without groups."""
-        assert self._aggregate is not None
-        if self._aggregate.grouping is None:
-            return []
+        """Group of each sample."""
+        assert self._aggregate is not None and self._aggregate.grouping is not None
         keys = self._aggregate.grouping.keys(batch)
         if len(keys) != samples:
             raise TransformError(
@@ -69,52 +58,63 @@ class Aggregates:
         """
         if self._aggregate is None:
             return values, denominator
-        self._exchange()
+        if self._divisor is None:
+            self._divisor = self._exchange()
         scale = None
         if self._aggregate.constant is None:
             counts = self._count(batch).to(values.loss.device, torch.float32)
             self._check_counts(values, counts)
             totals = counts
             if self._aggregate.grouping is not None:
-                assert self._totals is not None
                 of_group = [self._totals[key] for key in self._keys(batch, len(counts))]
                 totals = torch.tensor(of_group, device=counts.device)
             scale, _ = divide_by_counts(torch.ones_like(counts), counts, totals)
-        assert self._divisor is not None
         own = self._divisor / collectives.size()
         return replace(values, loss=values.loss * (denominator / own), scale=scale), own
 
-    def _exchange(self) -> None:
-        """Compute the divisor of the update, once. Collective."""
+    def _exchange(self) -> float:
+        """Divisor of the update. Collective, in the first pass of the update: how the loss counts labels is known by
+        then.
+        """
         assert self._aggregate is not None
-        if self._divisor is not None:
-            return
+        batches, self._batches = self._batches, []
         if self._aggregate.constant is not None:
-            self._divisor = self._aggregate.constant
-        elif self._aggregate.grouping is None:
-            self._divisor = max(collectives.all_reduce_scalars(self._samples)[0], 1.0)
-        else:
-            self._totals = {}
-            for groups in collectives.all_gather_object(self._groups):
-                for key, total in groups.items():
-                    self._totals[key] = self._totals.get(key, 0.0) + total
-            self._divisor = float(max(sum(total > 0 for total in self._totals.values()), 1))
+            return self._aggregate.constant
+        if self._aggregate.grouping is None:
+            samples = sum(int((self._count(batch) > 0).sum()) for batch in batches)
+            return max(collectives.all_reduce_scalars(samples)[0], 1.0)
+        here: dict[Hashable, float] = {}
+        for batch in batches:
+            counts = self._count(batch).tolist()
+            for key, count in zip(self._keys(batch, len(counts)), counts, strict=True):
+                here[key] = here.get(key, 0.0) + count
+        self._totals = {}
+        for groups in collectives.all_gather_object(here):
+            for key, total in groups.items():
+                self._totals[key] = self._totals.get(key, 0.0) + total
+        return float(max(sum(total > 0 for total in self._totals.values()), 1))
 
     def _check_counts(self, values: BatchLoss, counts: Tensor) -> None:
-        """Raise LossesError if the loss of a sample is a sum over another number of tokens than those counted."""
+        """Raise LossesError if the loss of a sample is a sum over another number of tokens than those counted. The
+        losses of the samples, if they are known, show it.
+        """
+        problem = None
         if len(counts) != values.samples:
+            problem = f"{len(counts)} rows of labels for {plural(values.samples, 'sample')}"
+        elif self.unverified and values.losses is not None and bool((counts > 1).any()):
+            self.unverified = False
+            numbers = counts if values.counts is None else values.counts.to(counts)
+            differing = (numbers != counts).nonzero().flatten().tolist()
+            if bool(values.losses.isnan().any()):
+                problem = "that those of per_sample_losses do not add up to the loss of the trainer. Override it"
+            elif differing:
+                k = differing[0]
+                problem = (
+                    f"{numbers[k].item():g} in the loss of sample {k} of a batch, {counts[k].item():g} in its labels"
+                )
+        if problem is not None:
             raise LossesError(
-                f"{self._aggregate} must know the number of tokens of each sample; found {len(counts)} rows of labels "
-                f"for {plural(values.samples, 'sample')}."
-            )
-        if values.losses is None or values.counts is None or not bool(values.losses.isfinite().all()):
-            return
-        differing = (values.counts.to(counts) != counts).nonzero().flatten().tolist()
-        if differing:
-            k = differing[0]
-            raise LossesError(
-                f"{self._aggregate} must know the number of tokens of each sample; found {values.counts[k].item():g} "
-                f"in the loss of sample {k} of a batch, and {counts[k].item():g} in its labels."
+                f"{self._aggregate} must know the number of tokens in the loss of each sample; found {problem}."
             )
 
 

@@ -220,7 +220,7 @@ class PerSample(Base):
     def _sample_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
         """Losses of the samples, checked against the loss of the trainer; None if they are not known or not read."""
         forward = self._outputs_hook.outputs
-        if not forward or not self._adapter.reads_losses:
+        if not forward or not (self._adapter.reads_losses or self._aggregates.unverified):
             return None
         with torch.no_grad():
             samples = self.per_sample_losses(forward[0], batch)
