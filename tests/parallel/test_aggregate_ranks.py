@@ -48,6 +48,7 @@ def test_transforms_on_three_ranks(three, unit, split, transforms):
     compare(three, unit, transforms=transforms, **split)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("transforms", ["plain", "clip", "group and clip"])
 @pytest.mark.parametrize("how", ["fsdp", "sharded"])
 @pytest.mark.parametrize("unit", ["sample", "group", "constant"])

@@ -113,7 +113,8 @@ def summed_each(model, data):
     return [summed(model, take(data, [k]))[0].sum() for k in range(11)]
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("split", SPLITS[1:])
 @pytest.mark.parametrize("unit", ["token", "sample", "group"])
 @pytest.mark.parametrize(
     "transforms",
@@ -372,9 +373,9 @@ def test_refused_arguments_of_a_step():
         wrong(sequences())
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", ["token", "constant"])
 def test_privacy_has_a_divisor_of_its_own(unit):
-    plan = sw.Privacy(noise_multiplier=1.0, delta=1e-5, updates=10, sample_rate=0.1, clip=1.0)
+    plan = sw.Privacy(noise_multiplier=1, delta=1e-5, updates=10, sample_rate=0.1, clip=1.0, accountant="rdp")
     message = "aggregate must have its default with privacy=, because sums are divided by a public constant"
     with pytest.raises(sw.PrivacyError, match=message):
         sw.Step(mlp(), sw.sgd(LR), summed, privacy=plan, aggregate=UNITS[unit])
