@@ -39,11 +39,13 @@ class GroupCounts:
         self._totals: dict[Hashable, float] | None = None
         self._here: dict[Hashable, float] = {}  # of this rank
 
-    def begin(self, ranks: Parallel) -> None:
-        """From now on, microbatches belong to a window. The first one is this rank's whole part, unless `exchange` is
-        called before.
+    def begin(self, ranks: Parallel, here: dict[Hashable, float] | None) -> None:
+        """From now on, microbatches belong to a window. `here`: Σ counts of each group in this rank's part; None: the
+        first microbatch is the whole part. Collective, unless it is None.
         """
         self._ranks = ranks
+        if here is not None:
+            self._exchange(here)
 
     def end(self) -> None:
         """From now on, losses and counts stay as they are, as those of rechecks must."""
@@ -56,7 +58,7 @@ class GroupCounts:
         counts = torch.ones_like(losses, requires_grad=False) if counts is None else counts
         keys = self.keys(batch, len(losses))
         if self._totals is None:
-            self.exchange(sum_by_group(keys, counts))
+            self._exchange(sum_by_group(keys, counts))
         assert self._totals is not None
         totals = torch.tensor([self._totals[key] for key in keys], dtype=counts.dtype)
         return divide_by_counts(losses, counts, copy_to_device(totals, counts.device))
@@ -71,8 +73,8 @@ class GroupCounts:
             )
         return keys
 
-    def exchange(self, here: dict[Hashable, float]) -> None:
-        """Sum the counts of each group over ranks. `here`: those of this rank. Collective."""
+    def _exchange(self, here: dict[Hashable, float]) -> None:
+        """Sum the counts of each group over ranks. Collective."""
         assert self._ranks is not None
         self._ranks.sums()  # raises on all ranks if one of them skips the window
         totals: dict[Hashable, float] = {}
@@ -152,14 +154,13 @@ class GroupMeansAccumulator(Accumulator):
             self.compute_directions()  # they may contain collectives, which then come first on all ranks
         repeats = self.exchanges and self._size.automatic  # this rank may run out of memory after the exchange
         one_pass = self._one_pass and len(microbatches) == 1 and not repeats
+        here = None
+        if not one_pass:
+            restore = self._evaluator.saved_state(microbatches)
+            microbatches, here = self._size.retry(lambda some: (some, self._count(some)), microbatches)
+            restore()
         try:
-            if not one_pass:
-                restore = self._evaluator.saved_state(microbatches)
-                microbatches, here = self._size.retry(lambda some: (some, self._count(some)), microbatches)
-                self._counts.begin(self._ranks)
-                self._counts.exchange(here)
-                restore()
-            self._counts.begin(self._ranks)
+            self._counts.begin(self._ranks, here)
             if repeats and not self._inner.exchanges:
                 parts = self._size.retry(lambda some: self._inner.add(some, start), microbatches)
             else:

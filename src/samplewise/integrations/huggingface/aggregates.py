@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.text import plural
+from samplewise.engine.arguments import wide_dtype
 from samplewise.errors import LossesError, TransformError
 from samplewise.integrations.adapter import BatchLoss
 from samplewise.parallel import collectives
@@ -62,12 +63,12 @@ class Aggregates:
             self._divisor = self._exchange()
         scale = None
         if self._aggregate.constant is None:
-            counts = self._count(batch).to(values.loss.device, torch.float32)
+            counts = self._count(batch).to(values.loss.device, wide_dtype(values.loss.dtype))
             self._check_counts(values, counts)
             totals = counts
             if self._aggregate.grouping is not None:
                 of_group = [self._totals[key] for key in self._keys(batch, len(counts))]
-                totals = torch.tensor(of_group, device=counts.device)
+                totals = torch.tensor(of_group, dtype=counts.dtype, device=counts.device)
             scale, _ = divide_by_counts(torch.ones_like(counts), counts, totals)
         own = self._divisor / collectives.size()
         return replace(values, loss=values.loss * (denominator / own), scale=scale), own
