@@ -269,6 +269,25 @@ def test_counts_that_change_between_the_passes_are_refused():
         step(sequences())
 
 
+def test_groups_of_losses_in_half_precision():
+    def halves(model, batch):
+        return model(batch["x"]).square().sum(1).bfloat16()
+
+    data = {"x": torch.rand(1200, 4), "g": torch.arange(1200) // 900}
+    torch.manual_seed(1)
+    model = nn.Linear(4, 3)
+    losses = halves(model, data).float()
+    step = sw.Step(model, sw.sgd(0.0), halves, aggregate=UNITS["group"], recheck=False)
+    (update,) = step.over([data])
+    expected = (losses[:900].mean() + losses[900:].mean()) / 2
+    assert update.loss == pytest.approx(expected.item(), rel=1e-4)
+    assert update.grad_norm == pytest.approx(grad_norm(model, expected), rel=1e-2)
+
+
+def grad_norm(model, loss):
+    return torch.cat([g.flatten() for g in gradient_of(model, loss)]).norm().item()
+
+
 def test_an_open_window_is_restored():
     """Sums of a part of the window are in the state, except with groups, whose samples are not computed yet."""
     data = sequences()

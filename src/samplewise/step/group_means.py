@@ -16,6 +16,7 @@ from torch import Tensor
 from samplewise.core.memory import copy_to_device
 from samplewise.core.microbatch import MicrobatchSize
 from samplewise.core.text import plural
+from samplewise.engine.arguments import wide_dtype
 from samplewise.errors import LossesError, TransformError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
@@ -55,7 +56,7 @@ class GroupCounts:
     def __call__(self, losses: Tensor, counts: Tensor | None, batch: Any) -> tuple[Tensor, Tensor | None]:
         if self._ranks is None:
             return losses, counts
-        counts = torch.ones_like(losses, requires_grad=False) if counts is None else counts
+        counts = ones(losses) if counts is None else counts
         keys = self.keys(batch, len(losses))
         if self._totals is None:
             self._exchange(sum_by_group(keys, counts))
@@ -96,6 +97,11 @@ class GroupCounts:
                 f"{expected:g}. Look for iterators, files, clocks or other state that is not in Python variables; or "
                 "use one microbatch per window."
             )
+
+
+def ones(losses: Tensor) -> Tensor:
+    """Counts of samples without counts. Sums in half precision would be rounded from a few hundred samples on."""
+    return torch.ones_like(losses, dtype=wide_dtype(losses.dtype), requires_grad=False)
 
 
 def sum_by_group(keys: Sequence[Hashable], counts: Tensor) -> dict[Hashable, float]:
@@ -178,5 +184,5 @@ class GroupMeansAccumulator(Accumulator):
         for microbatch in microbatches:
             losses, own = self._evaluator.losses(microbatch)
             keys += self._counts.keys(microbatch, len(losses))
-            counts.append(torch.ones_like(losses, requires_grad=False) if own is None else own)
+            counts.append(ones(losses) if own is None else own)
         return sum_by_group(keys, torch.cat(counts)) if counts else {}
