@@ -24,7 +24,7 @@ from samplewise.engine.arguments import Parameters
 from samplewise.engine.ownership.independence import norms_only_recorded
 from samplewise.errors import PrivacyError, SamplesInteractError
 from samplewise.ledger.ledger import Ledger
-from samplewise.step.backward import BackwardResult, HasBackward, backward, pass_of, without_norms
+from samplewise.step.backward import BackwardResult, HasBackward, backward, run_pass, without_norms
 from samplewise.transforms.chain import Chain, chain
 from samplewise.transforms.per import Per
 from samplewise.transforms.stats import SampleStats
@@ -113,6 +113,7 @@ class Adapter:
         denominator: float,
         batch: Any,
         epoch: int = 0,
+        retain_graph: bool = False,
     ) -> None:
         """Run the backward pass of a batch, and keep its results until the update is recorded.
 
@@ -139,13 +140,14 @@ class Adapter:
                     losses=losses,
                     counts=counts,
                     batch=batch,
+                    retain_graph=retain_graph,
                 )
             except SamplesInteractError as error:
                 if self.chain.transforms:
                     raise
                 raise norms_only_recorded(error) from None
         else:
-            pass_of(through)(values.loss)
+            run_pass(through, values.loss, retain_graph)
             results = without_norms(values.samples, values.loss.device, losses, counts)
         if self.ledger is None:
             return

@@ -414,6 +414,11 @@ def pass_of(through: Any) -> Any:
     return getattr(through, "backward", through)
 
 
+def run_pass(through: Any, loss: Tensor, retain_graph: bool) -> None:
+    """Run the backward pass of a loss, without transforms."""
+    pass_of(through)(loss, **({"retain_graph": True} if retain_graph else {}))
+
+
 def _accepts_retain_graph(function: Callable[..., object]) -> bool:
     parameters = signature(function).parameters.values()
     return any(p.name == "retain_graph" or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -23,12 +23,12 @@ KEYS = ("outputs", "losses", "counts", "labels", "id")  # of the output of train
 
 
 def check_arguments(positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError for arguments of manual_backward other than the loss and KEYS."""
-    surplus = ["a second positional argument"] if positional else [key for key in keywords if key not in KEYS]
+    """Raise TypeError for arguments of manual_backward other than the loss, KEYS and retain_graph."""
+    names = (*KEYS, "retain_graph")
+    surplus = ["a second positional argument"] if positional else [key for key in keywords if key not in names]
     if surplus:
         raise TypeError(
-            f"manual_backward must get the loss, and {', '.join(KEYS)} as keywords; found {surplus[0]}. Call it once "
-            "per forward pass."
+            f"manual_backward must get the loss, and {', '.join(names)} as keywords; found {surplus[0]}. Leave it out."
         )
 
 
@@ -145,11 +145,6 @@ def check_trainer(trainer: Trainer, module: LightningModule, exact_accumulation:
         raise GraphError(
             "PerSample needs the autograd graph of the module; found a module compiled with torch.compile, whose graph "
             "cannot be read. Train the module itself."
-        )
-    if len(trainer.optimizers) > 1:
-        raise ValueError(
-            f"PerSample needs one optimizer; found {len(trainer.optimizers)}. Train with sw.Step or "
-            "sw.backward in a loop of your own."
         )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,11 @@ from samplewise.integrations.lightning.module import (
     parse,
     replace_methods,
 )
+from samplewise.integrations.lightning.optimizers import Optimizers
 from samplewise.ledger.ledger import Ledger
 from samplewise.parallel import collectives
 from samplewise.privacy.privacy import Privacy
+from samplewise.step.backward import run_pass
 from samplewise.transforms.chain import Transforms, as_chain
 
 
@@ -47,7 +49,9 @@ class PerSample(Callback):
         id       ids of the samples, if the batch does not hold them; `sw.Indexed` adds them to the batch
 
     With manual optimization, call self.manual_backward(losses), or self.manual_backward(loss, outputs=...) with the
-    same keys.
+    same keys. With several optimizers, as for a GAN, the gradient of a sample is that of the parameters of one
+    optimizer, whether the others are toggled off or not; the ledger has the number of the optimizer as the column
+    `optimizer`, and its rows are those of the passes since the last step (or zero_grad) of that optimizer.
 
     transforms: as in `sw.backward`. Norms and bounds refer to the gradient of a sample's own loss, whatever the batch
     size, the accumulation and the loss scale are
@@ -79,10 +83,10 @@ class PerSample(Callback):
         self._restore_methods: Callable[[], None] = _do_nothing
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, optimizers: Sequence[Any] = ()) -> None:
+        self._optimizers = Optimizers(optimizers)
         self._batch: Any = None
         self._batch_loss: BatchLoss | None = None  # of training_step, until its backward pass
-        self._ran = False  # a backward pass since the last update
         self._window = AccumulationWindow()
         self._record_update: Callable[[], None] = _do_nothing  # rows of the last update, once the optimizer has stepped
         self._adapter.take_passes()
@@ -101,6 +105,7 @@ class PerSample(Callback):
     ) -> None:
         """Backward pass of the loss that the trainer has divided by accumulate_grad_batches, and scaled."""
         check_arguments(args, entries)
+        retain_graph = bool(entries.pop("retain_graph", False))
         factor = loss_scale(module.trainer)
         if self._batch_loss is None:  # manual_backward
             values = parse({"loss": loss, **entries}, factor)
@@ -116,8 +121,16 @@ class PerSample(Callback):
             denominator = self._window.unit
         values = replace(values, loss=loss)
         through = framework_backward(module, original)
-        self._adapter.backward(values, module, through, denominator / factor, self._batch, module.trainer.current_epoch)
-        self._ran = True
+        parts = self._optimizers.parts(loss, module, self._adapter.per_sample)
+        for part in parts:
+            retained = retain_graph or part is not parts[-1]
+            with part.alone():
+                if part.numbers:
+                    epoch = module.trainer.current_epoch
+                    self._adapter.backward(values, module, through, denominator / factor, self._batch, epoch, retained)
+                else:
+                    run_pass(through, loss, retained)
+            self._optimizers.add(part, self._adapter.take_passes())
 
     # --- hooks of the trainer --------------------------------------------------------------------------------------
 
@@ -128,8 +141,13 @@ class PerSample(Callback):
                 f"samplewise: gradient_clip_val={trainer.gradient_clip_val} also clips the gradient of each update, "
                 f"after {self.transforms!r} of the samples' gradients."
             )
-        self._reset()
-        replacements = {"training_step": self._training_step, "backward": self._backward}
+        self._reset(trainer.optimizers)
+        replacements: dict[str, Callable[..., Any]] = {
+            "training_step": self._training_step,
+            "backward": self._backward,
+            "toggle_optimizer": self._optimizers.toggle,
+            "untoggle_optimizer": self._optimizers.untoggle,
+        }
         self._restore_methods = replace_methods(pl_module, replacements)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -143,22 +161,24 @@ class PerSample(Callback):
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Passes whose gradients are reset before an optimizer step had no effect."""
-        self._adapter.record(self._adapter.take_passes(), max(trainer.global_step - 1, 0), skipped=True)
+        passes = self._optimizers.take_passes(self._optimizers.number(optimizer))
+        self._adapter.record(passes, max(trainer.global_step - 1, 0), skipped=True)
         self._window = AccumulationWindow()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._record_update()  # the one before, if manual optimization has several updates in a training_step
-        if not (self._ran or pl_module.automatic_optimization) and has_gradients(optimizer):
+        number = self._optimizers.number(optimizer)
+        passed = self._optimizers.has_run(number) or pl_module.automatic_optimization
+        if not passed and has_gradients(optimizer):
             raise GraphError(
                 "PerSample must run the backward pass; found an optimizer step without it. Call "
                 "self.manual_backward(losses), or self.manual_backward(loss, outputs=outputs), in place of "
                 "loss.backward()."
             )
-        self._ran = False
         if self.exact_accumulation:
             self._window.divide(optimizer, trainer.accumulate_grad_batches)
             self._window = AccumulationWindow()
-        passes = self._adapter.take_passes()
+        passes = self._optimizers.take_passes(number)
         update = trainer.global_step
         scale = loss_scale(trainer)
 
