@@ -8,12 +8,14 @@ A loop calls `backward` once per batch and `record` once per update, after the o
                 adapter.backward(BatchLoss(...), model, through, denominator, batch)
             optimizer.step()
             adapter.record(adapter.take_passes(), update)
+            if log_is_written:
+                framework.log(adapter.take_log())
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +24,8 @@ from torch import Tensor
 from samplewise.core.batches import pick_column
 from samplewise.engine.arguments import Parameters
 from samplewise.engine.ownership.independence import norms_only_recorded
-from samplewise.errors import PrivacyError, SamplesInteractError
+from samplewise.errors import BatchError, PrivacyError, SamplesInteractError
+from samplewise.integrations.norm_log import NormLog
 from samplewise.ledger.ledger import Ledger
 from samplewise.step.backward import BackwardResult, HasBackward, backward, run_pass, without_norms
 from samplewise.transforms.chain import Chain, chain
@@ -56,10 +59,10 @@ class BatchLoss:
 
 
 class BatchPass(NamedTuple):
-    """Results of one backward pass, for the ledger."""
+    """Results of one backward pass, for the ledger and the log."""
 
     results: BackwardResult
-    entries: dict[Hashable, Any]  # of the batch, those that the ledger reads, by key
+    entries: dict[Hashable, Any]  # of the batch, those that the ledger reads, by key; without a ledger, ids if it has any
     epoch: int
 
 
@@ -68,13 +71,17 @@ class Adapter:
 
     ledger: None records nothing
     aggregate: if it needs a factor for each sample, batches have a `scale`
+    logs: False leaves out the norms from the log of the trainer. A private training run must set it, and so must one
+        without a log, in which they would pile up
     """
 
     def __init__(self, chain: Chain, ledger: Ledger | None, aggregate: Per | None = None):
         self.chain = chain
         self.ledger = ledger
         self.aggregate = aggregate
+        self.logs = True
         self._passes: list[BatchPass] = []  # of the open accumulation window
+        self._log = NormLog()
 
     @property
     def per_sample(self) -> bool:
@@ -149,14 +156,19 @@ class Adapter:
         else:
             run_pass(through, values.loss, retain_graph)
             results = without_norms(values.samples, values.loss.device, losses, counts)
-        if self.ledger is None:
+        if self.ledger is None and not self._logs_norms:
             return
         stats = results.stats if scale is None else in_units(results.stats, scale)
-        entries = {key: pick_column(batch, key) for key in self.keys if values.ids is None or key != self.id_key}
-        if values.ids is not None:
-            entries[self.id_key] = values.ids
-        columns = {name: column for name, column in (values.columns or {}).items() if name not in self.ledger._keys}
+        entries: dict[Hashable, Any] = {} if values.ids is None else {self.id_key: values.ids}
+        with suppress(*(() if self.ledger is not None else (BatchError,))):  # a log needs no ids
+            entries = {key: pick_column(batch, key) for key in self.keys if key not in entries} | entries
+        names = {} if self.ledger is None else self.ledger._keys
+        columns = {name: column for name, column in (values.columns or {}).items() if name not in names}
         self._passes.append(BatchPass(BackwardResult(replace(stats, columns=columns)), entries, epoch))
+
+    @property
+    def _logs_norms(self) -> bool:
+        return self.logs and self.per_sample
 
     # --- one update --------------------------------------------------------------------------------------------------
 
@@ -167,13 +179,31 @@ class Adapter:
         return passes
 
     def record(
-        self, passes: Sequence[BatchPass], update: int, *, skipped: bool = False, epoch: int | None = None
+        self,
+        passes: Sequence[BatchPass],
+        update: int,
+        *,
+        skipped: bool = False,
+        epoch: int | None = None,
+        log: str = "samplewise",
     ) -> None:
-        """Write the passes of an update to the ledger. Every rank must call it. `epoch`: default that of each pass."""
-        if self.ledger is not None:
-            for results, entries, number in passes:
+        """Write the passes of an update to the ledger. Every rank must call it.
+
+        epoch: default that of each pass
+        log: first part of the names under which the norms are logged
+        """
+        for results, entries, number in passes:
+            if self._logs_norms:
+                self._log.add(log, results, entries.get(self.id_key))
+            if self.ledger is not None:
                 number = number if epoch is None else epoch
                 self.ledger.record(results, entries, update=update, epoch=number, skipped=skipped)
+
+    def take_log(self) -> dict[str, Any]:
+        """Values for the log of the trainer, of the updates since the last call: see `NormLog`. Every rank must call
+        it.
+        """
+        return self._log.take() if self._logs_norms else {}
 
     # --- one training ------------------------------------------------------------------------------------------------
 

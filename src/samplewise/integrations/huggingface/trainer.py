@@ -121,12 +121,18 @@ class PerSample(Base):
                 self.args.max_grad_norm,
                 clips,
             )
+        self._adapter.logs = self.args.logging_strategy != "no"
         self._ledger.begin(self)
         with self._adapter.training():
             try:
                 return super().train(*args, **kwargs)
             finally:
                 self._outputs_hook.remove()
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log of the Trainer; lines with the loss of training also get the norms since the last one."""
+        values = self._adapter.take_log() if "loss" in logs else {}
+        super().log({**logs, **values}, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """The data loader of the Trainer, whose batches also hold the ids and the columns that the model does not read:

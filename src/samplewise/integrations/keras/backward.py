@@ -55,7 +55,7 @@ class Settings(KerasSaveable):
         """The argument `callbacks` of `fit`, with one that keeps the number of the epoch."""
         counter = _EpochCounter(self)
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks.append(counter)
+            callbacks.callbacks.insert(0, counter)
             return callbacks
         if not isinstance(callbacks, (list, tuple)):
             callbacks = [] if callbacks is None else [callbacks]
@@ -89,7 +89,9 @@ class Settings(KerasSaveable):
 
 
 class _EpochCounter(keras.callbacks.Callback):
-    """Keeps the number of the epoch, and opens the ledger when other callbacks may have loaded its state."""
+    """Keeps the number of the epoch, opens the ledger when other callbacks may have loaded its state, and adds norms to
+    the logs. The first callback, so that all others get these logs.
+    """
 
     def __init__(self, settings: Settings):
         super().__init__()
@@ -100,6 +102,11 @@ class _EpochCounter(keras.callbacks.Callback):
         ledger = self._settings.ledger
         if ledger is not None and ledger.run is not None:
             ledger._prepare(ledger.run)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        values = self._settings.adapter.take_log()
+        if logs is not None:
+            logs.update((name, value) for name, value in values.items() if not isinstance(value, str))
 
 
 # --- backward pass ----------------------------------------------------------------------------------------------------

@@ -120,6 +120,10 @@ class Optimizers:
         """True if a backward pass has served the optimizer since its last step."""
         return number in self._windows
 
+    def log_name(self, number: int) -> str:
+        """First part of the names of logged values."""
+        return "samplewise" if len(self._optimizers) < 2 else f"samplewise/optimizer_{number}"
+
     def take_passes(self, number: int) -> list[BatchPass]:
         """Remove and return the passes of the open window of an optimizer. With several, its number is a column."""
         passes = self._windows.pop(number, [])

@@ -62,7 +62,8 @@ class PerSample(Callback):
     window of an epoch has fewer batches. Callbacks that read gradients in on_before_optimizer_step must come after
     this one
 
-    Without transforms, training is bit-identical to training without the callback.
+    Norms are logged with log_dict, see docs/integrations.md: those of log_every_n_steps batches, and at the end of an
+    epoch those since then. Without transforms, training is bit-identical to training without the callback.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class PerSample(Callback):
     def _reset(self, optimizers: Sequence[Any] = ()) -> None:
         self._optimizers = Optimizers(optimizers)
         self._batch: Any = None
+        self._stepped = False  # an optimizer, in this batch
         self._batch_loss: BatchLoss | None = None  # of training_step, until its backward pass
         self._window = AccumulationWindow()
         self._record_update: Callable[[], None] = _do_nothing  # rows of the last update, once the optimizer has stepped
@@ -185,13 +187,31 @@ class PerSample(Callback):
         def record_update() -> None:
             self._record_update = _do_nothing
             skipped = loss_scale(trainer) < scale  # a gradient scaler reduces its scale when it skips an update
-            self._adapter.record(passes, update, skipped=skipped)
+            self._adapter.record(passes, update, skipped=skipped, log=self._optimizers.log_name(number))
 
         self._record_update = record_update
+        self._stepped = True
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._record_update()
         self._batch = None
+        if self._stepped and trainer._logger_connector.should_update_logs:
+            self._log(pl_module, on_epoch=False)
+        self._stepped = False
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the updates since the last line of the log, if it is not written again in this epoch."""
+        self._log(pl_module, on_epoch=True)
+
+    def _log(self, module: LightningModule, on_epoch: bool) -> None:
+        dtype = torch.float32 if module.device.type == "mps" else torch.float64  # float32 rounds ids above 2**24
+        values = {
+            name: torch.tensor(value, dtype=dtype, device=module.device)
+            for name, value in self._adapter.take_log().items()
+            if not isinstance(value, str)
+        }
+        # Equal on all ranks; each is logged once, so that its maximum over an epoch is the value itself.
+        module.log_dict(values, on_step=not on_epoch, on_epoch=on_epoch, reduce_fx="max", sync_dist=on_epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._adapter.finish()
