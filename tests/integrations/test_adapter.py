@@ -10,8 +10,11 @@ from torch import nn
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import samplewise as sw
-from samplewise.integrations.adapter import Adapter, BatchLoss, refuse_privacy
+from samplewise.integrations.adapter import Adapter, BatchLoss, NormLog, refuse_privacy
+from samplewise.parallel import collectives
+from samplewise.step.backward import BackwardResult
 from samplewise.transforms.chain import as_chain
+from samplewise.transforms.stats import SampleStats
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(6) % 3
@@ -121,6 +124,77 @@ def test_rows_are_written_after_an_error(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert sw.read_ledger(tmp_path).num_rows == 6
+
+
+# --- log of the trainer -----------------------------------------------------------------------------------------------
+
+
+def logged(transforms, *, ledger=None, ids=None):
+    """Values for a log after two passes."""
+    adapter = Adapter(as_chain(transforms), ledger)
+    for _ in range(2):
+        one_pass(adapter, ids=ids)
+    adapter.record(adapter.take_passes(), 0)
+    values = adapter.take_log()
+    assert adapter.take_log() == {}  # of no samples
+    return values
+
+
+@pytest.mark.parametrize("by", [None, "parameter"])
+def test_norms_of_all_passes_are_logged(by):
+    norms = torch.tensor(expected()[1], dtype=torch.float64)
+    values = logged([sw.clip(0.4, by=by)])
+    assert list(values) == [f"samplewise/{name}" for name in ("norm_median", "norm_p95", "clipped", "largest_id")]
+    assert values["samplewise/norm_median"] == pytest.approx(norms.repeat(2).quantile(0.5).item())
+    assert values["samplewise/norm_p95"] == pytest.approx(norms.repeat(2).quantile(0.95).item())
+    assert values["samplewise/largest_id"] == 10 + norms.argmax().item()
+    if by is None:
+        assert values["samplewise/clipped"] == (norms > 0.4).double().mean().item()
+
+
+def test_ids_that_are_strings_and_the_log_of_a_ledger_without_transforms(tmp_path):
+    largest = torch.tensor(expected()[1]).argmax()
+    values = logged([], ledger=sw.Ledger(tmp_path), ids=[f"s{k}" for k in range(6)])
+    assert "samplewise/clipped" not in values
+    assert values["samplewise/largest_id"] == f"s{largest}"
+
+
+def test_norms_are_not_logged_if_they_are_not_computed_or_logs_are_off(tmp_path):
+    assert logged([], ledger=sw.Ledger(tmp_path, norms=False)) == {}
+    adapter = Adapter(as_chain([sw.clip(0.4)]), None)
+    adapter.logs = False
+    one_pass(adapter)
+    assert adapter.take_passes() == [] and adapter.take_log() == {}
+
+
+def test_batches_without_ids_are_logged_without_a_ledger(monkeypatch):
+    monkeypatch.delitem(BATCH, "id")
+    assert "samplewise/largest_id" not in logged([sw.clip(0.4)])
+
+
+def test_norms_that_are_not_finite_are_left_out():
+    log = NormLog()
+    norms = torch.tensor([1.0, torch.nan, 3.0, torch.inf])
+    results = BackwardResult(SampleStats(norms, raw_norms=norms, coefficients=torch.tensor([1.0, 0.5, 0.5, 0.5])))
+    log.add("a", results, torch.arange(4))
+    assert log.take() == {"a/norm_median": 2.0, "a/norm_p95": pytest.approx(2.9), "a/clipped": 0.5, "a/largest_id": 2}
+    log.add("a", BackwardResult(SampleStats(norms[1:2], raw_norms=norms[1:2])), None)
+    assert log.take() == {}
+
+
+def test_the_log_covers_all_ranks(monkeypatch):
+    """Each rank sends a summary of its samples; another one has a sample with a larger norm."""
+    monkeypatch.setattr(
+        collectives,
+        "all_gather_object",
+        lambda mine: [mine, {"a": (torch.tensor([5.0]).double(), torch.tensor([True]), (5.0, "other"))}],
+    )
+    log = NormLog()
+    norms = torch.tensor([1.0, 3.0])
+    log.add("a", BackwardResult(SampleStats(norms, raw_norms=norms, coefficients=torch.ones(2))), ["p", "q"])
+    values = log.take()
+    assert values["a/norm_median"] == 3.0 and values["a/largest_id"] == "other"
+    assert values["a/clipped"] == pytest.approx(1 / 3)
 
 
 # --- privacy= --------------------------------------------------------------------------------------------------------

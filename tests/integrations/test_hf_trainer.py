@@ -43,6 +43,41 @@ def shifted_tokens(sample):
     return int((sample["labels"][1:] != -100).sum())
 
 
+# --- log of the Trainer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", ["indexed", "strings"])
+def test_norms_are_logged(tmp_path, ids):
+    """Those of the updates since the last line of the log, beside the values of the Trainer, which stay the same."""
+    data = [{**sample, "name": f"s{k}"} for k, sample in enumerate(classes(12))]
+    settings = {"options": {"logging_strategy": "steps", "logging_steps": 2}}
+    plain = train(bert(), classes(12), tmp_path / "plain", 2, 1, Trainer, **settings)
+    ledger = sw.Ledger() if ids == "indexed" else sw.Ledger(id="name")
+    recorded = sw.Indexed(classes(12)) if ids == "indexed" else data
+    ours = train(bert(), recorded, tmp_path / "ours", 2, 1, ledger=ledger, transforms=[sw.clip(1e6)], **settings)
+    table = sw.read_ledger(tmp_path / "ours").to_pydict()
+    lines = [line for line in ours.state.log_history if "loss" in line]
+    expected = [line for line in plain.state.log_history if "loss" in line]
+    assert len(lines) == len(expected) == 3
+    for k, (line, other) in enumerate(zip(lines, expected, strict=True)):
+        assert {name: line[name] for name in other} == pytest.approx(other, rel=1e-3)
+        norms = torch.tensor(table["norm"][4 * k : 4 * k + 4], dtype=torch.float64)
+        assert line["samplewise/norm_median"] == pytest.approx(norms.quantile(0.5).item(), rel=1e-6)
+        assert line["samplewise/norm_p95"] == pytest.approx(norms.quantile(0.95).item(), rel=1e-6)
+        assert line["samplewise/clipped"] == 0
+        assert line["samplewise/largest_id"] == table["id"][4 * k + int(norms.argmax())]
+
+
+def test_logging_leaves_training_bit_identical(tmp_path):
+    settings = {"options": {"logging_strategy": "steps", "logging_steps": 1}}
+    plain = train(bert(dropout=0.2), classes(12), tmp_path / "plain", 4, 1, Trainer, **settings)
+    ours = recorded(bert(dropout=0.2), classes(12), tmp_path / "ours", 4, 1, **settings)
+    assert torch.equal(vector(ours.model), vector(plain.model))
+    for line, other in zip(ours.state.log_history[:-1], plain.state.log_history[:-1], strict=True):
+        assert {name: line[name] for name in other} == other
+        assert "samplewise/norm_median" in line and "samplewise/clipped" not in line
+
+
 # --- the same training as without the mixin -------------------------------------------------------------------------
 
 

@@ -40,6 +40,33 @@ def _same(model, other):
 # --------------------------------------------------------------------------------------------------------- recording
 
 
+@pytest.mark.parametrize("as_list", [True, False], ids=["list", "CallbackList"])
+def test_norms_are_logged_once_per_epoch(tmp_path, as_list):
+    class Reader(keras.callbacks.Callback):
+        logs = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.logs.append(logs["samplewise/norm_p95"])
+
+    x, y = _data(22)
+    model = PerSample.of(_network())
+    model.compile("sgd", LOGITS, transforms=[sw.clip(1.0)], ledger=sw.Ledger(tmp_path))
+    callbacks = [Reader()]
+    if not as_list:
+        callbacks = keras.callbacks.CallbackList([Reader(), keras.callbacks.History()], model=model)
+    history = model.fit(x, y, batch_size=4, epochs=2, verbose=2, callbacks=callbacks)
+    logs = model.history.history if history is None else history.history
+    rows = {name: np.array(column).reshape(2, 22) for name, column in _rows(tmp_path).items() if name != "id"}
+    ids = np.array(_rows(tmp_path)["id"]).reshape(2, 22)
+    for epoch in range(2):
+        norms = rows["norm"][epoch]
+        assert logs["samplewise/norm_median"][epoch] == pytest.approx(np.median(norms), rel=1e-6)
+        assert logs["samplewise/norm_p95"][epoch] == pytest.approx(np.quantile(norms, 0.95), rel=1e-6)
+        assert logs["samplewise/clipped"][epoch] == pytest.approx((rows["weight"][epoch] < 1).mean())
+        assert logs["samplewise/largest_id"][epoch] == ids[epoch, norms.argmax()]
+    assert Reader.logs == logs["samplewise/norm_p95"]
+
+
 class Recurrent(keras.Model):
     """Weights that are used several times, an `add_loss`, and regularizers of weights and activations."""
 
@@ -71,7 +98,9 @@ def test_recording_leaves_training_bit_identical(name, norms, tmp_path):
     history = plain.fit(x, y, **options).history
     recorded = PerSample.of(MODELS[name]())
     recorded.compile(keras.optimizers.Adam(0.01), LOGITS, metrics=["accuracy"], ledger=sw.Ledger(tmp_path, norms=norms))
-    assert recorded.fit(x, y, **options).history == history
+    logs = recorded.fit(x, y, **options).history
+    assert {name: logs[name] for name in history} == history
+    assert ("samplewise/norm_median" in logs) == norms
     assert _same(plain, recorded)
     rows = _rows(tmp_path)
     assert sorted(rows["id"]) == sorted([*range(17)] * 2)

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning_module import Module, fitted, loader, trainer
@@ -292,6 +293,56 @@ def test_a_training_step_that_skips_a_batch(tmp_path):
     module = fitted(4, [callback], Skipping(), accumulate_grad_batches=3)
     assert_equal(module, one_by_one([[*range(4), *range(8, 12)], range(12, 22)])[0])
     assert sw.read_ledger(tmp_path)["id"].to_pylist() == [*range(4), *range(8, 22)]
+
+
+# --- log of the trainer -----------------------------------------------------------------------------------------------
+
+
+class LogOf(Logger):
+    """Keeps all lines of the log."""
+
+    name = "lines"
+    version = 0
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append({name: value for name, value in metrics.items() if name.startswith("samplewise/")})
+
+    def log_hyperparams(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_norms_are_logged(tmp_path, accumulate):
+    """6 batches of 4: every 2 updates, and at the end of the epoch those since then."""
+    log = LogOf()
+    callback = PerSample([sw.clip(BOUND)], sw.Ledger(tmp_path))
+    every = 4 // accumulate
+    trained = fitted(4, [callback], accumulate_grad_batches=accumulate, logger=log, log_every_n_steps=every)
+    table = sw.read_ledger(tmp_path).to_pydict()
+    lines = [line for line in log.lines if line]
+    assert len(lines) == 2
+    for line, rows in zip(lines, [slice(0, 16), slice(16, 22)], strict=True):
+        norms = torch.tensor(table["norm"][rows], dtype=torch.float64)
+        assert line["samplewise/norm_median"] == pytest.approx(norms.quantile(0.5).item(), rel=1e-6)
+        assert line["samplewise/norm_p95"] == pytest.approx(norms.quantile(0.95).item(), rel=1e-6)
+        assert line["samplewise/clipped"] == pytest.approx(sum(w < 1 for w in table["weight"][rows]) / len(norms))
+        assert line["samplewise/largest_id"] == table["id"][rows][int(norms.argmax())]
+    silent = fitted(4, [PerSample([sw.clip(BOUND)])], accumulate_grad_batches=accumulate)
+    assert torch.equal(flat(trained), flat(silent))
+
+
+def test_large_ids_are_logged_exactly():
+    class Numbered(Module):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "id": batch[-1] + 2**24 + 1}
+
+    fit = trainer([PerSample([sw.clip(BOUND)])])
+    fit.fit(Numbered(), loader(8))
+    assert fit.callback_metrics["samplewise/largest_id"].item() == 2**24 + 1 + one_by_one(windows_of(8))[1].argmax()
 
 
 # --- the module is left as it was ------------------------------------------------------------------------------------

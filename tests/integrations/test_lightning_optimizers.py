@@ -155,6 +155,16 @@ def test_clipping_equals_one_sample_at_a_time(tmp_path, order, scalar):
     assert 0 < sum(weight < 1 for weight in table["weight"]) < len(rows)
 
 
+def test_norms_are_logged_by_optimizer():
+    fit = trainer([PerSample([sw.clip(BOUND)])])
+    fit.fit(Gan("zeroed"), DataLoader(sw.Indexed(dataset()), batch_size=BATCH))
+    _, rows = by_hand("zeroed")
+    for optimizer in range(2):
+        norms = torch.tensor([norm for _, number, _, norm in rows if number == optimizer], dtype=torch.float64)
+        logged = fit.callback_metrics[f"samplewise/optimizer_{optimizer}/norm_median"]
+        torch.testing.assert_close(logged, norms.quantile(0.5))
+
+
 def test_accumulation_of_toggled_passes(tmp_path):
     module = trained(Gan(accumulate=2), PerSample([sw.clip(BOUND)], sw.Ledger(tmp_path)))
     expected, rows = by_hand("toggled", accumulate=2)
