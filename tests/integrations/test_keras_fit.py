@@ -578,13 +578,44 @@ def test_different_reductions_are_refused():
         model.fit(np.ones((4, 5)), y, verbose=0)
 
 
-def test_batch_normalization_is_refused_with_the_remedy_of_keras():
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(3)])
-    PerSample.of(model).compile("sgd", LOGITS, transforms=[sw.clip(1.0)])
+class Normalized(keras.Model):
+    """BatchNormalization of the input, which has no gradient, and of a layer. `training`: that of the second one."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.first = layers.BatchNormalization(name="of_input")
+        self.dense = layers.Dense(3)
+        self.last = layers.BatchNormalization(name="of_logits")
+        self.mode = training
+
+    def call(self, x, training=None):
+        return self.last(self.dense(self.first(x, training=training)), training=self.mode)
+
+
+@pytest.mark.parametrize(
+    ("training", "names"),
+    [(True, "layers 'of_input', 'of_logits'. They normalize"), (False, "layer 'of_input'. It normalizes")],
+)
+def test_batch_normalization_is_refused_by_name_with_the_remedies_of_keras(training, names, tmp_path):
+    model = PerSample.of(Normalized(training))
+    model.compile("sgd", LOGITS, transforms=[sw.clip(1.0)])
+    message = (
+        f"the loss of a sample must not depend on other samples; found BatchNormalization in training mode: {names} "
+        "with the statistics of the whole batch. Set layer.trainable = False before model.compile or call the layer "
+        "with training=False, both of which make it use its moving statistics, or use GroupNormalization or "
+        "LayerNormalization."
+    )
     with pytest.raises(sw.SamplesInteractError) as refused:
         model.fit(*_data(), verbose=0)
-    assert "layer.trainable = False" in refused.value.__notes__[0]
-    model.layers[1].trainable = False
+    assert str(refused.value) == message
+    model.compile("sgd", LOGITS, ledger=sw.Ledger(tmp_path / "norms"))
+    with pytest.raises(
+        sw.SamplesInteractError, match=r"or pass sw\.Ledger\(run, norms=False\), which records the loss"
+    ):
+        model.fit(*_data(), verbose=0)
+    model.compile("sgd", LOGITS, ledger=sw.Ledger(tmp_path / "losses", norms=False))
+    model.fit(*_data(), verbose=0)
+    model.first.trainable = model.last.trainable = False
     model.compile("sgd", LOGITS, transforms=[sw.clip(1.0)])
     model.fit(*_data(), verbose=0)
 

@@ -18,6 +18,8 @@ from keras import tree
 from keras.src.saving.keras_saveable import KerasSaveable
 from torch import Tensor
 
+from samplewise.core.text import listed
+from samplewise.engine.ownership.independence import RULE
 from samplewise.errors import LedgerError, SamplesInteractError
 from samplewise.integrations.adapter import Adapter, BatchLoss
 from samplewise.integrations.keras.gradients import named_variables
@@ -196,12 +198,43 @@ def run_backward(
     through = BackwardPass(model.optimizer, loss, additional)
     if adapter.chain.weighs:  # then sw.backward does not call through.backward
         through.add_additional()
-    try:
-        adapter.backward(values, variables, through, divisor, batch, epoch)
-    except SamplesInteractError as error:
-        if any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
-            error.add_note("With Keras, layer.trainable = False makes BatchNormalization use its moving statistics.")
-        raise
+    adapter.backward(values, variables, through, divisor, batch, epoch)
+
+
+# --- BatchNormalization -----------------------------------------------------------------------------------------------
+
+
+class MovingStatistics:
+    """Moving statistics of the BatchNormalization layers of a model, before a forward pass. A layer that updates them
+    normalizes with the statistics of the batch; these are ordinary operations, without a gradient if the layer comes
+    first, so that the graph does not show it.
+    """
+
+    def __init__(self, model: Any):
+        self._versions = {
+            layer: layer.moving_mean.value._version
+            for layer in model._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.built
+        }
+
+    def refuse_updates(self, adapter: Adapter) -> None:
+        """Raise SamplesInteractError if a layer has updated its moving statistics since."""
+        versions = self._versions.items()
+        names = [repr(layer.name) for layer, version in versions if layer.moving_mean.value._version != version]
+        if not names:
+            return
+        remedies = [
+            "set layer.trainable = False before model.compile or call the layer with training=False, both of which "
+            "make it use its moving statistics",
+            "use GroupNormalization or LayerNormalization",
+        ]
+        if not adapter.chain.transforms:
+            remedies.append("pass sw.Ledger(run, norms=False), which records the losses and trains the model unchanged")
+        what = f"layer {names[0]}. It normalizes" if len(names) == 1 else f"layers {listed(names)}. They normalize"
+        raise SamplesInteractError(
+            f"{RULE}; found BatchNormalization in training mode: {what} with the statistics of the whole batch.",
+            remedies,
+        )
 
 
 # --- update -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arra
 
 from samplewise.errors import DistributedError
 from samplewise.integrations.adapter import check_comes_first, refuse_privacy
-from samplewise.integrations.keras.backward import Settings, next_update, run_backward
+from samplewise.integrations.keras.backward import MovingStatistics, Settings, next_update, run_backward
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import IndexedItem, split_entries
 from samplewise.parallel import collectives
@@ -112,7 +112,10 @@ class PerSample(Base):
         data, ids, columns = self._splitter().split(data)
         settings.check_ids(ids)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        statistics = MovingStatistics(model)
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+        if adapter.per_sample:
+            statistics.refuse_updates(adapter)
         model.zero_grad()
         with settings.separate_losses() as additional:
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
