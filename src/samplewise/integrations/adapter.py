@@ -62,9 +62,7 @@ class BatchPass(NamedTuple):
     """Results of one backward pass, for the ledger and the log."""
 
     results: BackwardResult
-    entries: dict[
-        Hashable, Any
-    ]  # of the batch, those that the ledger reads, by key; without a ledger, ids if it has any
+    entries: dict[Hashable, Any]  # of the batch, those that the ledger reads, by key; without one, its ids if any
     epoch: int
 
 
