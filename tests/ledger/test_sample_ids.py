@@ -164,6 +164,20 @@ def test_columns_of_dicts(ids, kind):
     assert samples[0] == {"x": 0, "id": ids[0]}
 
 
+class Collator:
+    label_columns = ("label",)
+
+    def __call__(self, samples):
+        return samples
+
+
+def test_attributes_of_the_other_collate_fn_are_kept():
+    collator = pickle.loads(pickle.dumps(IdCollator(Collator(), tuple, numbered)))
+    assert collator.label_columns == ("label",) and isinstance(collator.collate, Collator)
+    with pytest.raises(AttributeError, match="'Collator' object has no attribute 'missing'"):
+        _ = collator.missing
+
+
 def test_entries_of_a_mapping_are_split_without_changing_it():
     class Encoding(UserDict):
         pass

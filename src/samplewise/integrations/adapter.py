@@ -46,6 +46,7 @@ class BatchLoss:
     columns   further columns of the ledger, name -> (B,): label, prediction and margin
     ids       of the samples; None: those in the batch
     scale     (B,), positive: factor of each sample's loss, gradient, norm and count; None: 1 each
+    owners    samples of the rows or elements of each output; None: row i is sample i
     """
 
     loss: Tensor
@@ -56,6 +57,7 @@ class BatchLoss:
     columns: Mapping[str, Tensor] | None = None
     ids: Any = None
     scale: Tensor | None = None
+    owners: Sequence[Tensor] | None = None
 
 
 class BatchPass(NamedTuple):
@@ -147,6 +149,7 @@ class Adapter:
                     losses=losses,
                     counts=counts,
                     batch=batch,
+                    samples=values.owners,
                     retain_graph=retain_graph,
                 )
             except SamplesInteractError as error:

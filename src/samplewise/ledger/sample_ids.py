@@ -158,6 +158,12 @@ class IdCollator:
         self.split = split
         self.join = join
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the other collate_fn, which trainers may read."""
+        if name == "collate":  # of an object that is being unpickled
+            raise AttributeError(name)
+        return getattr(self.collate, name)
+
     def __call__(self, samples: Sequence[Any]) -> Any:
         pairs = [self.split(sample) for sample in samples]
         batch = self.collate([sample for sample, _ in pairs])

@@ -18,6 +18,7 @@ from samplewise.integrations.huggingface.aggregates import Aggregates, check_agg
 from samplewise.integrations.huggingface.denominators import Denominators
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_columns, with_id_column
+from samplewise.integrations.huggingface.sentence_losses import SentenceLosses
 from samplewise.integrations.transformers_losses import KnownLosses, known_losses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import IdCollator, Indexed, split_entries
@@ -88,6 +89,7 @@ class PerSample(Base):
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self)
         self._aggregates = Aggregates(aggregate, self._label_counts)
+        self._sentence_losses = SentenceLosses(self)
         indexed = next((value for value in (*args, *kwargs.values()) if isinstance(value, Indexed)), None)
         self._ledger = TrainerLedger(self._adapter, indexed)
         super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
@@ -207,13 +209,20 @@ class PerSample(Base):
         """Backward pass of one batch, with transforms, and its results for the ledger."""
         rows = _rows(batch, self._adapter.id_key)
         samples = self._sample_losses(loss, batch, denominator)
+        outputs: list[Tensor] = []
+        owners = None
+        if self._adapter.per_sample and self._sentence_losses.exist:
+            outputs, owners = self._sentence_losses.outputs(loss, model, self._outputs_hook.inner, batch, rows)
+        elif self._adapter.per_sample:
+            outputs = per_sample_outputs(self._outputs_hook.inner, rows)
         values = BatchLoss(
             loss,
-            per_sample_outputs(self._outputs_hook.inner, rows) if self._adapter.per_sample else [],
+            outputs,
             rows,
             losses=None if samples is None else samples.losses,
             counts=self._denominators.counts(batch) if samples is None else samples.counts,
             columns=None if samples is None else samples.columns,
+            owners=owners,
         )
         values, denominator = self._aggregates.scaled(values, denominator, batch)
         self._adapter.backward(values, model, self.accelerator, denominator, batch)
