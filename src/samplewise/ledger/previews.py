@@ -101,13 +101,13 @@ def write_previews(run: Path, item: Callable[[Any], Any] | None, samples: Any, n
 
 
 def _most_suspicious(samples: Any) -> Iterable[Any]:
-    """Ids without duplicates: the first of every ranking, then the second of every ranking, and so on. Without scores,
-    the first ids.
+    """Ids without duplicates: the first of every ranking, then the second of every ranking, and so on. None if no
+    losses and norms are known.
     """
     ids = samples["id"].to_pylist()
     scores = [name for name in samples.column_names if name in SCORES]
     if not scores:
-        return ids
+        return []
     rankings = []
     for by in (recommended_score(scores), *((name,) for name in scores)):
         score = suspicion(samples, by)
