@@ -109,6 +109,7 @@ def run(
     fit.fit(module, loader(batch_size, kind=kind), ckpt_path=ckpt)
     if fit.is_global_zero:
         torch.save(flat(module), f"{directory}/parameters.pt")
+        torch.save({name: value.item() for name, value in fit.callback_metrics.items()}, f"{directory}/metrics.pt")
 
 
 if __name__ == "__main__":

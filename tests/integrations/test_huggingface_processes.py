@@ -90,9 +90,11 @@ data = [{**sample, "prompt": f"prompt {k % 5}"} for k, sample in enumerate(data(
 units = {"sample": sw.per("sample"), "group": sw.per("group", key="prompt"), "constant": sw.per(10)}
 trainer = recorded(
     made(), data, sys.argv[1] + "/" + name, batch, 2, transforms=[sw.clip(0.3)] if clipped == "True" else [],
-    options=options | {"train_sampling_strategy": "sequential"}, aggregate=units.get(unit),
+    options=options | {"train_sampling_strategy": "sequential", "logging_strategy": "steps", "logging_steps": 1},
+    aggregate=units.get(unit),
 )
 if trainer.args.process_index == 0:
+    torch.save([line for line in trainer.state.log_history if "loss" in line], sys.argv[1] + f"/{name}.log")
     torch.save(vector(trainer.accelerator.unwrap_model(trainer.model)), sys.argv[1] + f"/{name}.pt")
 """
 
@@ -124,3 +126,8 @@ def test_two_ranks_give_the_update_of_one(task, unit, clipped, tmp_path):
         for name in ("loss", "norm", "weight"):
             assert rows[1][key][name] == pytest.approx(row[name], rel=2e-4, abs=1e-5), (key, name)
     assert any(row["weight"] < 1 for row in rows[0].values()) == clipped
+    logs = [torch.load(tmp_path / f"{name}.log") for name in ("one", "two")]
+    names = ["norm_median", "norm_p95", "largest_id", *(["clipped"] if clipped else [])]
+    for one, two in zip(*logs, strict=True):
+        for name in (f"samplewise/{name}" for name in names):
+            assert two[name] == pytest.approx(one[name], rel=2e-4)

@@ -44,3 +44,6 @@ def test_two_ranks_give_the_update_of_one(tmp_path, accumulate, strategy, clip):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.tensor([row["norm"] for row in table]).double(), norms, rtol=1e-6, atol=1e-6)
     assert sorted(row["id"] for row in table) == sorted([*range(SAMPLES)] * 2)
+    logged = torch.load(tmp_path / "metrics.pt")  # at the end of the second epoch
+    assert logged["samplewise/norm_median"] == pytest.approx(norms[SAMPLES:].quantile(0.5).item())
+    assert logged["samplewise/largest_id"] == table[SAMPLES + int(norms[SAMPLES:].argmax())]["id"]
