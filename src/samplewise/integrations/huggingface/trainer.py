@@ -123,7 +123,7 @@ class PerSample(Base):
                 self.args.max_grad_norm,
                 clips,
             )
-        self._adapter.logs = self.args.logging_strategy != "no"
+        self._adapter.logs &= self.args.logging_strategy != "no"
         self._ledger.begin(self)
         with self._adapter.training():
             try:
