@@ -286,6 +286,7 @@ MOVING = {
         lambda h: F.nll_loss(h[None], torch.ones(1, B, B, dtype=torch.long), reduction="none"),
         lambda h: _nll_of_images(torch.stack([h, h * 2, h * 3], 1)),
     ],
+    "CtcLoss": [lambda h: _ctc(h), lambda h: _ctc(h.transpose(0, 1)), lambda h: _ctc(h[0])],
     "MkldnnRnnLayer": [lambda h: _lstm(h), lambda h: _lstm(h.transpose(0, 1))],
     "View": [lambda h: h.view(-1, B), lambda h: h.view(B, -1), lambda h: h.view(B * B * B).view(B, B, B)],
     "UnsafeView": [lambda h: h @ other(h)[0], lambda h: h.transpose(0, 1) @ other(h)[0]],
@@ -317,6 +318,14 @@ def _nll_of_images(h):
     return F.nll_loss(h, torch.tensor([0, 2, 1])[:, None, None].expand(B, B, B), reduction="none")
 
 
+def _ctc(h):
+    lengths = torch.tensor([2, 1, 2])
+    targets = torch.tensor([[1, 2], [2, 0], [2, 1]])
+    if h.dim() == 2:  # one sequence
+        return F.ctc_loss(h, targets[0], torch.tensor(B), lengths[0], reduction="none")[None].expand(B)
+    return F.ctc_loss(h, targets, torch.tensor([3, 2, 3]), lengths, reduction="none")
+
+
 def _lstm(h):
     """A layer with constant weights, in the float32 that its kernel is for."""
     with torch.random.fork_rng():
@@ -329,6 +338,7 @@ EXAMPLES = {**{name: [function] for name, function in ELEMENTWISE.items()}, **MO
 # Kernels of other devices, and one for float32 and sizes of 16 bytes only, which is in `test_rules`.
 ELSEWHERE = {
     "CudnnBatchNorm",
+    "CudnnCtcLoss",
     "FusedRmsNorm",
     "GroupedMm",
     "ScaledDotProductCudnnAttention",

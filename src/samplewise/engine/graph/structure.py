@@ -361,8 +361,8 @@ NUMBER = "number"
 _NUMBERS = {
     "_saved_" + name
     for name in (
-        *("alpha", "beta", "exponent", "fill_value", "lambd", "max", "max_val", "min", "min_val"),
-        *("negative_slope", "other", "self", "threshold", "value"),
+        *("alpha", "beta", "exponent", "fill_value", "input_lengths", "lambd", "max", "max_val", "min", "min_val"),
+        *("negative_slope", "other", "self", "target_lengths", "threshold", "value"),
     )
 }
 # Settings that change with the shapes. Ownership and plans depend on them, as on shapes.

@@ -395,6 +395,12 @@ def nll_loss(node: Node, place: SampleDim, shape: Shape, children: list[Shape | 
     return [SampleDim(place.dim + (place.dim > 0), place.post)] * len(children)
 
 
+@moves("CtcLoss", "CudnnCtcLoss")
+def ctc_loss(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # Log probabilities (T, N, classes), losses (N,).
+    return [SampleDim(1, place.post)]
+
+
 @moves("MkldnnRnnLayer")
 def recurrent_layer(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Outputs: sequence (T, N, h) or last states (N, h). Operands: input (T, N, i), four weights, first states (N, h).
