@@ -72,6 +72,7 @@ EXAMPLES = {
     ("EuclideanDist", 1): lambda: on(with_weight(lambda m, x: by_products(x, m.w), 5, 6), noise(SAMPLES, 6)),
     ("Convolution", 1): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
     ("Convolution", 2): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
+    ("EmbeddingBag", 0): lambda: on(nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 3)), tokens(SAMPLES, 5)),
     ("Embedding", 0): lambda: on(nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 3)), tokens(SAMPLES, 5)),
     ("NativeLayerNorm", 1): lambda: on(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm((5, 8))), noise(SAMPLES, 5, 6)),
     ("NativeLayerNorm", 2): lambda: on(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)), noise(SAMPLES, 5, 6)),
@@ -125,7 +126,7 @@ def test_rule(key):
     torch.manual_seed(0)
     model, losses = EXAMPLES[key]()
     fused_kernel = key[0] in ("MkldnnRnnLayer", "GroupedMm")  # float32 only
-    no_second_derivative = fused_kernel or key[0] == "Cdist"  # in PyTorch
+    no_second_derivative = fused_kernel or key[0] in ("Cdist", "EmbeddingBag")  # in PyTorch
     check_rule(key, model, losses, 2e-4 if fused_kernel else 1e-9, second_order=not no_second_derivative)
 
 

@@ -197,6 +197,39 @@ def embedding_bag_with_offsets(B):
     return model, tokens(int(sizes.sum())), sizes.cumsum(0) - sizes
 
 
+@case(rows=False, second_order=False)
+def embedding_bag_of_weighted_tokens_with_empty_bags(B):
+    """Two bags per sample, of 0, 1, 2 or 3 tokens, and the end of the last one."""
+    sizes = torch.arange(2 * B) % 4
+    ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+    def forward(m, ids, ends, factors):
+        return m.head(m.bag(ids, ends, factors).view(B, -1))
+
+    bag = nn.EmbeddingBag(11, 6, mode="sum", padding_idx=2, include_last_offset=True)
+    count = int(sizes.sum())
+    return Net(forward, bag=bag, head=nn.Linear(12, 3)), tokens(count), ends, noise(count)
+
+
+@case(rows=False, second_order=False)
+def embedding_bag_max_with_offsets_and_padding(B):
+    """Two bags per sample, of 0, 1, 2 or 3 tokens; some have padding only."""
+    sizes = torch.arange(2 * B) % 4
+    bag = nn.EmbeddingBag(11, 6, mode="max", padding_idx=2)
+    model = Net(lambda m, ids, starts: m.head(m.bag(ids, starts).view(B, -1)), bag=bag, head=nn.Linear(12, 3))
+    return model, tokens(int(sizes.sum())), sizes.cumsum(0) - sizes
+
+
+@case(second_order=False)
+def embedding_bag_with_sparse_gradients(B):
+    return nn.Sequential(nn.EmbeddingBag(11, 6, mode="sum", sparse=True), nn.Linear(6, 3)), tokens(B, 7)
+
+
+@case(second_order=False)
+def embedding_bag_scaled_by_frequency(B):
+    return nn.Sequential(nn.EmbeddingBag(11, 6, mode="mean", scale_grad_by_freq=True), nn.Linear(6, 3)), tokens(B, 7)
+
+
 @case
 def position_ids_of_one_row(B):
     def forward(m, ids):

@@ -23,7 +23,7 @@ from samplewise.engine.grads.reparametrized import exponential, normalize_grad, 
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, operation, scalar
 from samplewise.engine.graph.saved import Saved, saved_tensor_names
 from samplewise.engine.ownership import layouts
-from samplewise.engine.rules.matrices import lookup_grad
+from samplewise.engine.rules.embedding import lookup_grad
 from samplewise.engine.rules.rule_input import accumulable
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
@@ -75,7 +75,7 @@ def carry(
         index = indices()
         rows = grad.rows(0, grad.samples)
         gradient = rows.reshape(grad.samples, index.numel(), rows.shape[-1])
-        return lookup_grad(entry.node, index.reshape(1, -1).expand(grad.samples, -1), gradient, leaf.shape)
+        return lookup_grad(entry.node, index, index.reshape(1, -1).expand(grad.samples, -1), gradient, leaf.shape)
     return None
 
 

@@ -7,7 +7,7 @@ Uses without a rule, and uses for which the rule returns None, are computed by `
 
 from functools import partial
 
-from samplewise.engine.rules import broadcast, convolution, matrices, recurrent
+from samplewise.engine.rules import broadcast, convolution, embedding, matrices, recurrent
 from samplewise.engine.rules.rule_input import OperandRule as OperandRule
 from samplewise.engine.rules.rule_input import Rule as Rule
 from samplewise.engine.rules.rule_input import Use as Use
@@ -30,7 +30,8 @@ RULES: dict[tuple[str, int], Rule] = {
     ("EuclideanDist", 1): Rule(matrices.cdist_points, ("x1", "x2", "result")),
     ("Convolution", 1): Rule(convolution.kernel, ("input", "weight"), convolution.kernel_factors),
     ("Convolution", 2): Rule(convolution.bias),
-    ("Embedding", 0): Rule(matrices.embedding_table, ("indices",)),
+    ("Embedding", 0): Rule(embedding.table, ("indices",)),
+    ("EmbeddingBag", 0): Rule(embedding.bag_table, embedding.BAG_READS),
     ("NativeLayerNorm", 1): Rule(broadcast.layer_norm_scale, ("input", "result1", "result2")),
     ("NativeLayerNorm", 2): Rule(broadcast.addend),
     ("NativeGroupNorm", 1): Rule(broadcast.group_norm_scale, ("input", "result1", "result2")),

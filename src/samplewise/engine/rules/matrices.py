@@ -1,5 +1,5 @@
-"""Rules for operands that are matrices: of products (mm, addmm, bmm, mv, bilinear, grouped_mm), tables of embeddings,
-matrices of linear systems (torch.linalg.solve), and points of torch.cdist.
+"""Rules for operands that are matrices: of products (mm, addmm, bmm, mv, bilinear, grouped_mm), matrices of
+linear systems (torch.linalg.solve), and points of torch.cdist.
 
 Gradients of most of them are sums of outer products, see `FactoredGrad`.
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
+from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.grads.indexed import StackedGrad
 from samplewise.engine.grads.kernels import frobenius_norms
-from samplewise.engine.graph.graph import Node, scalar
 from samplewise.engine.ownership.owner_map import Irregular
 from samplewise.engine.rules.rule_input import Use, summed
 
@@ -134,30 +133,6 @@ def bilinear(use: Use) -> PerSampleGrad | None:
     first, second = rows.gather(use.tensor("i1")), rows.gather(use.tensor("i3"))
     products = (first[..., :, None] * second[..., None, :]).flatten(2)
     return FactoredGrad([Term(rows.gather(use.gradient), products)], use.shape)
-
-
-# --- embeddings -------------------------------------------------------------------------------------------------------
-
-
-def embedding_table(use: Use) -> PerSampleGrad | None:
-    """Rule for the table of an embedding."""
-    index = use.saved["indices"]
-    g = use.gradient
-    rows = use.rows(index.dim()) if g.dim() > 1 else None
-    if rows is None:
-        return None
-    width = g.shape[-1]
-    return lookup_grad(use.node, rows.gather(index.reshape(-1)), rows.gather(g.reshape(-1, width)), use.shape)
-
-
-def lookup_grad(node: Node, index: Tensor, gradient: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
-    """Gradients of a table of this shape from index (b, t) and gradient (b, t, i); None with scale_grad_by_freq."""
-    if scalar(node, "scale_grad_by_freq"):  # frequencies are counted over the whole batch: computed by `generic`
-        return None
-    padding = scalar(node, "padding_idx")
-    if padding >= 0:
-        gradient = torch.where((index == padding)[:, :, None], 0, gradient)
-    return FactoredGrad([Term(OneHot(index, shape[0]), gradient)], shape)
 
 
 # --- linear systems ---------------------------------------------------------------------------------------------------

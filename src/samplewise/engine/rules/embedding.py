@@ -1,0 +1,100 @@
+"""Rules for tables of embeddings: lookups of single entries (F.embedding), and of bags of entries (F.embedding_bag).
+
+Gradients of a table are sums of outer products of unit vectors, at the entries that a sample looks up, with gradients
+of the output, see `FactoredGrad`.
+
+Legend: b sample, t entry that belongs to b, n bag, i feature.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
+from samplewise.engine.graph.graph import Node, scalar
+from samplewise.engine.ownership.owner_map import Irregular, RegularGather
+from samplewise.engine.rules.rule_input import Use
+
+MEAN, MAX = 1, 2  # modes of bags; 0 is the sum
+NO_PADDING = 2**63  # padding_idx of bags is unsigned: -1 is 2**64 - 1
+BAG_READS = ("indices", "offsets", "per_sample_weights", "result1", "result2", "result3")
+
+
+def table(use: Use) -> PerSampleGrad | None:
+    """Rule for the table of an embedding."""
+    index = use.saved["indices"]
+    g = use.gradient
+    rows = use.rows(index.dim()) if g.dim() > 1 else None
+    if rows is None:
+        return None
+    gradient = rows.gather(g.reshape(-1, g.shape[-1]))
+    return lookup_grad(use.node, index, rows.gather(index.reshape(-1)), gradient, use.shape)
+
+
+def lookup_grad(
+    node: Node, indices: Tensor, index: Tensor, gradient: Tensor, shape: tuple[int, ...]
+) -> FactoredGrad | None:
+    """Gradients of a table of this shape from index (b, t) and gradient (b, t, i). `indices`: all that are looked up.
+
+    None if frequencies scale gradients that must be differentiable: PyTorch's second derivative leaves them out.
+    """
+    scales = scalar(node, "scale_grad_by_freq")
+    if scales and torch.is_grad_enabled():
+        return None
+    padding = scalar(node, "padding_idx")
+    if 0 <= padding < NO_PADDING:
+        gradient = torch.where((index == padding)[:, :, None], 0, gradient)
+    if scales:  # frequencies are counted over the whole batch
+        gradient = gradient / indices.flatten().bincount()[index][:, :, None]
+    return FactoredGrad([Term(OneHot(index, shape[0]), gradient)], shape)
+
+
+def bag_table(use: Use) -> PerSampleGrad | None:
+    """Rule for the table of bags of embeddings: each entry of a bag gets the gradient of the bag, times its weight or
+    divided by the size of the bag.
+    """
+    rows = use.rows(1)
+    if rows is None or scalar(use.node, "scale_grad_by_freq"):  # the CPU kernel divides by frequencies of other entries
+        return None
+    if scalar(use.node, "mode") == MAX:
+        return _largest_entries(use)
+    g = use.gradient
+    if scalar(use.node, "mode") == MEAN:
+        g = g / use.saved["result2"].clamp_min(1)[:, None]  # sizes of the bags, without padding
+    index = use.saved["indices"]
+    bags = len(g)
+    weights = use.saved["per_sample_weights"]
+    starts = use.saved["offsets"][:bags]
+    size = len(index) // bags
+    uniform = bool((starts == torch.arange(0, bags * size, size, device=starts.device)).all()) if size else False
+    if uniform and size * bags == len(index) and isinstance(rows, RegularGather):  # bags are rows of a matrix
+        index = rows.gather(index.view(bags, size)).flatten(1)
+        entries = rows.gather(g)[:, :, None].expand(-1, -1, size, -1).flatten(1, 2)
+        factors = None if weights is None else rows.gather(use.tensor("per_sample_weights").view(bags, size)).flatten(1)
+    else:
+        # The kernel for sums may leave out the bag of each entry, result1.
+        bag = use.saved["result1"]
+        if len(bag) < len(index):
+            bag = torch.bucketize(torch.arange(len(index), device=index.device), starts, right=True) - 1
+        owner = use.owner_map.owners(tuple(g.shape), g.device).amax(1)
+        tokens = Irregular(use.samples, owner[bag]).rows((len(index),), 1)
+        assert tokens is not None
+        entries = tokens.gather(g.index_select(0, bag))
+        index = tokens.gather(index)
+        factors = None if weights is None else tokens.gather(use.tensor("per_sample_weights"))
+    if factors is not None:
+        entries = entries * factors[:, :, None]
+    return lookup_grad(use.node, use.saved["indices"], index, entries, use.shape)
+
+
+def _largest_entries(use: Use) -> PerSampleGrad | None:
+    """Gradients for bags of which each feature is the largest of all entries: single elements of the table."""
+    rows = use.rows(1)
+    assert rows is not None
+    g = use.gradient * (use.saved["result2"] > 0)[:, None]  # empty bags have no largest entry
+    count, width = use.shape
+    elements = use.saved["result3"] * width + torch.arange(width, device=g.device)
+    hot = OneHot(rows.gather(elements).flatten(1), count * width)
+    return FactoredGrad([Term(hot, rows.gather(g).flatten(1)[:, :, None])], use.shape)
