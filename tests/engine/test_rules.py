@@ -72,6 +72,10 @@ EXAMPLES = {
     ("EuclideanDist", 1): lambda: on(with_weight(lambda m, x: by_products(x, m.w), 5, 6), noise(SAMPLES, 6)),
     ("Convolution", 1): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
     ("Convolution", 2): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
+    ("Index", 0): lambda: on(with_weight(lambda m, x: m.w[x].tanh(), 7, 2, 3), tokens(SAMPLES, 5)),
+    ("IndexSelect", 0): lambda: on(
+        with_weight(lambda m, x: m.w.index_select(0, x.flatten()).tanh(), 7, 3), tokens(SAMPLES, 5)
+    ),
     ("EmbeddingBag", 0): lambda: on(nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 3)), tokens(SAMPLES, 5)),
     ("Embedding", 0): lambda: on(nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 3)), tokens(SAMPLES, 5)),
     ("NativeLayerNorm", 1): lambda: on(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm((5, 8))), noise(SAMPLES, 5, 6)),

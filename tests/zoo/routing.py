@@ -203,6 +203,40 @@ def experts_as_one_batched_weight(B):
 
 
 @case
+def experts_in_stacks_of_matrices(B):
+    """The weights of all experts are one parameter; the last expert receives no token, the first one is used twice."""
+
+    def forward(m, x):
+        flat = x.flatten(0, 1)
+        chosen = m.gate(flat).argmax(1)
+        out = flat.new_zeros(len(flat), 3)
+        for k in range(len(m.up)):
+            routed = (chosen == k).nonzero()[:, 0]
+            if len(routed):
+                hidden = F.linear(flat[routed], m.up[k]).tanh()
+                out = out.index_add(
+                    0, routed, (hidden @ m.side.unbind()[k] + F.linear(hidden, m.down[k])).to(out.dtype)
+                )
+        return out.view(*x.shape[:2], -1)
+
+    stacks = {"up": weight(4, 8, 6), "side": weight(4, 8, 3), "down": weight(4, 3, 8)}
+    return Net(forward, gate=nn.Linear(6, 3), **stacks), noise(B, 7, 6)
+
+
+@case
+def experts_in_stacks_selected_for_each_token(B):
+    """Weights and biases of the experts of each token, as a batch of matrices."""
+
+    def forward(m, x):
+        flat = x.flatten(0, 1)
+        chosen = m.gate(flat).argmax(1) - 3  # counted from the end
+        hidden = torch.bmm(m.weights[chosen], flat[:, :, None])[:, :, 0] + m.biases[chosen]
+        return hidden.tanh().view(*x.shape[:2], -1)
+
+    return Net(forward, gate=nn.Linear(6, 3), weights=weight(3, 4, 6), biases=weight(3, 4)), noise(B, 7, 6)
+
+
+@case
 def soft_mixture_of_experts(B):
     def forward(m, x):
         odds = m.gate(x).softmax(-1)

@@ -18,8 +18,9 @@ from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.grads.indexed import VIEWS, StackedGrad, as_blocks, reindex
+from samplewise.engine.grads.indexed import VIEWS, as_blocks, reindex
 from samplewise.engine.grads.reparametrized import exponential, normalize_grad, scale_grad
+from samplewise.engine.grads.stacked import StackedGrad, join_stacks
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, Node, operation, scalar
 from samplewise.engine.graph.saved import Saved, saved_tensor_names
 from samplewise.engine.ownership import layouts
@@ -68,6 +69,10 @@ def carry(
         ndim = len(entry.shape)
         if {scalar(entry.node, "dim0") % ndim, scalar(entry.node, "dim1") % ndim} == {ndim - 2, ndim - 1}:
             return grad.transpose()
+    if changing in SELECTIONS and isinstance(grad, FactoredGrad) and grad.matrix == grad.shape:
+        matrix = _selected_matrix(entry, leaf)
+        if matrix is not None:
+            return StackedGrad(grad.transpose() if changing[0] == "T" else grad, [matrix], leaf.shape[0])
     if set(changing) <= VIEWS:
         return reindex(grad, entry, leaf, orders, key)
     if indices is not None and isinstance(grad, DenseGrad):
@@ -77,6 +82,21 @@ def carry(
         gradient = rows.reshape(grad.samples, index.numel(), rows.shape[-1])
         return lookup_grad(entry.node, index, index.reshape(1, -1).expand(grad.samples, -1), gradient, leaf.shape)
     return None
+
+
+# Paths to one matrix of a stack: weights[2] of experts.
+SELECTIONS = (("Select",), ("T", "Select"), ("Unbind",), ("T", "Unbind"))
+
+
+def _selected_matrix(entry: Edge, leaf: Edge) -> int | None:
+    """Position of the matrix that was selected of a stack of matrices; None if another dimension was indexed."""
+    node, slot = entry.node, entry.slot
+    while operation(node) not in ("Select", "Unbind"):
+        node, slot = node.next_functions[0]
+    if len(leaf.shape) != 3 or scalar(node, "dim") % 3 != 0:
+        return None
+    matrix: int = slot if operation(node) == "Unbind" else scalar(node, "index")
+    return matrix % leaf.shape[0]
 
 
 # --- operations that keep representations ----------------------------------------------------------------------------
@@ -303,4 +323,4 @@ def combine(grads: Sequence[PerSampleGrad], name: str, shared: dict[object, bool
     if all(isinstance(grad, DenseGrad) for grad in grads):
         uses = SummedGrad(grads)
         return DenseGrad(uses.rows(0, uses.samples), terms=uses.term_norms)
-    return as_blocks(grads, shared, name) or SummedGrad(grads)
+    return join_stacks(grads) or as_blocks(grads, shared, name) or SummedGrad(grads)

@@ -22,7 +22,8 @@ from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import SMALL, DenseGrad, pack_rows
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.engine.grads.indexed import VIEWS, StackedGrad
+from samplewise.engine.grads.indexed import VIEWS
+from samplewise.engine.grads.stacked import StackedGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, is_python_function, numel
 from samplewise.engine.graph.hook_registry import may_have_hooks
 from samplewise.engine.graph.saved import SavedTensorReader, Versions
@@ -406,7 +407,7 @@ class GradBuilder:
             grad = combine(self._uses.pop(name), name, self.plan.shared)
         if self.keep and isinstance(grad, (FactoredGrad, StackedGrad)):
             grad = grad.compact()
-            is_copied = isinstance(grad, DenseGrad)
+            is_copied = isinstance(grad.pairs if isinstance(grad, StackedGrad) else grad, DenseGrad)
         if isinstance(grad, DenseGrad):
             if grad.terms is not None:
                 grad.settle_terms(self.graph.tracks_terms)

@@ -1,5 +1,5 @@
 """Gradients of parameters that are only viewed before use: transposed, reshaped, sliced, permuted; and of parameters
-made of disjoint parts, such as the thirds of a projection or a stack of matrices.
+made of disjoint parts, such as the thirds of a projection.
 
 Views move elements without changing their values. The index map is read from autograd: the numbers 1, 2, 3,
 ... as gradient of the operand arrive at each element of the parameter as its position in the operand plus one, or as 0
@@ -128,10 +128,16 @@ class IndexedGrad(PerSampleGrad):
         return f"{self.source.describe()}, re-indexed"
 
 
-class DisjointGrad(PerSampleGrad):
-    """Base class for gradients made of `parts` without common elements of the parameter: their squares add up."""
+class BlockGrad(PerSampleGrad):
+    """Sum of uses of disjoint parts of one parameter, such as the q, k and v thirds of a projection: the squares of the
+    parts add up.
+    """
 
-    parts: Sequence[PerSampleGrad]
+    def __init__(self, parts: Sequence[IndexedGrad]):
+        self.samples = parts[0].samples
+        self.shape = parts[0].shape
+        self.row_size = max(part.row_size for part in parts)
+        self.parts = parts
 
     def squared_norms(self) -> Tensor:
         return total(part.squared_norms() for part in self.parts)
@@ -148,16 +154,6 @@ class DisjointGrad(PerSampleGrad):
 
     def term_norms(self) -> Tensor:
         return total(term_norms(part) for part in self.parts)
-
-
-class BlockGrad(DisjointGrad):
-    """Sum of uses of disjoint parts of one parameter, such as the q, k and v thirds of a projection."""
-
-    def __init__(self, parts: Sequence[IndexedGrad]):
-        self.samples = parts[0].samples
-        self.shape = parts[0].shape
-        self.row_size = max(part.row_size for part in parts)
-        self.parts: Sequence[IndexedGrad] = parts
 
     def rows(self, start: int, stop: int) -> Tensor:
         return total(part.rows(start, stop) for part in self.parts)
@@ -194,41 +190,3 @@ def as_blocks(grads: Sequence[PerSampleGrad], cache: dict[object, bool], key: ob
         uses = total((part.positions >= 0).int() for part in parts)  # number of parts that use each element
         cache[key] = bool((uses > 1).any())
     return None if cache[key] else BlockGrad(parts)
-
-
-class StackedGrad(DisjointGrad):
-    """Gradients (b, g, o, i), with a representation (b, o, i) for each of g matrices."""
-
-    def __init__(self, parts: Sequence[PerSampleGrad]):
-        self.samples = parts[0].samples
-        self.shape = (len(parts), *parts[0].shape)
-        self.parts = parts
-
-    def transpose(self) -> StackedGrad | None:
-        """Gradients of the transposed matrices; None if a part is no longer in factors."""
-        factored = [part.transpose() for part in self.parts if isinstance(part, FactoredGrad)]
-        return StackedGrad(factored) if len(factored) == len(self.parts) else None
-
-    def compact(self) -> StackedGrad:
-        """See `FactoredGrad.compact`."""
-        return StackedGrad([part.compact() if isinstance(part, FactoredGrad) else part for part in self.parts])
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return torch.stack([part.rows(start, stop) for part in self.parts], 1)
-
-    def dot(self, direction: Tensor) -> Tensor:
-        return total(part.dot(matrix) for part, matrix in zip(self.parts, direction, strict=True))
-
-    def paired_dot(self, other: PerSampleGrad) -> Tensor:
-        if not isinstance(other, StackedGrad):
-            return super().paired_dot(other)
-        return total(part.paired_dot(other_part) for part, other_part in zip(self.parts, other.parts, strict=True))
-
-    def sum(self, weights: Tensor | None) -> Tensor:
-        return torch.stack([part.sum(weights) for part in self.parts])
-
-    def summed_apart(self, weights: Tensor | None) -> Tensor:
-        return torch.stack([part.summed_apart(weights) for part in self.parts])
-
-    def describe(self) -> str:
-        return f"{len(self.parts)} matrices: {self.parts[0].describe()}"

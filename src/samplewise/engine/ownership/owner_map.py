@@ -120,14 +120,14 @@ class Irregular:
             after = numel(shape[self.place.dim + 1 : row_dims])
             owners = self._row_owners.repeat(after, before)
             if self.samples not in owners.derived:
-                owners.derived[self.samples] = _ragged_gather(owners.owner, self.samples)
+                owners.derived[self.samples] = ragged_gather(owners.owner, self.samples)
             gather: RaggedGather = owners.derived[self.samples]
             return gather
         owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
         of_row = owner.amax(1)
         if not ((owner == of_row[:, None]) | (owner < 0)).all():
             return None
-        return _ragged_gather(of_row, self.samples)
+        return ragged_gather(of_row, self.samples)
 
     @cached_property
     def place(self) -> SampleDim | None:
@@ -205,7 +205,7 @@ class Irregular:
 OwnerMap = Regular | Irregular
 
 
-def _ragged_gather(owner: Tensor, samples: int) -> RaggedGather:
+def ragged_gather(owner: Tensor, samples: int) -> RaggedGather:
     """Assignment of rows from the owner of each."""
     rows = len(owner)
     order = torch.argsort(owner, stable=True)

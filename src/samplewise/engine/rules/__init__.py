@@ -32,6 +32,8 @@ RULES: dict[tuple[str, int], Rule] = {
     ("Convolution", 2): Rule(convolution.bias),
     ("Embedding", 0): Rule(embedding.table, ("indices",)),
     ("EmbeddingBag", 0): Rule(embedding.bag_table, embedding.BAG_READS),
+    ("Index", 0): Rule(embedding.indexed_table, ("indices",)),
+    ("IndexSelect", 0): Rule(embedding.selected_table, ("index",)),
     ("NativeLayerNorm", 1): Rule(broadcast.layer_norm_scale, ("input", "result1", "result2")),
     ("NativeLayerNorm", 2): Rule(broadcast.addend),
     ("NativeGroupNorm", 1): Rule(broadcast.group_norm_scale, ("input", "result1", "result2")),

@@ -14,7 +14,7 @@ from torch import Tensor
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
 from samplewise.engine.graph.graph import Node, scalar
-from samplewise.engine.ownership.owner_map import Irregular, RegularGather
+from samplewise.engine.ownership.owner_map import RegularGather, ragged_gather
 from samplewise.engine.rules.rule_input import Use
 
 MEAN, MAX = 1, 2  # modes of bags; 0 is the sum
@@ -51,6 +51,29 @@ def lookup_grad(
     return FactoredGrad([Term(OneHot(index, shape[0]), gradient)], shape)
 
 
+def indexed_table(use: Use) -> PerSampleGrad | None:
+    """Rule for W (e, ...) in W[i]: the entries that a sample looks up are matrices, or numbers of any shape."""
+    indices = use.saved["indices"]
+    return _selected_entries(use, indices[0]) if len(indices) == 1 else None
+
+
+def selected_table(use: Use) -> PerSampleGrad | None:
+    """Rule for W (e, ...) in W.index_select(0, i)."""
+    return _selected_entries(use, use.saved["index"]) if scalar(use.node, "dim") % len(use.shape) == 0 else None
+
+
+def _selected_entries(use: Use, index: Tensor | None) -> PerSampleGrad | None:
+    g = use.gradient
+    if index is None or index.dtype in (torch.bool, torch.uint8) or g.is_complex():  # a mask
+        return None
+    rows = use.rows(index.dim())
+    if rows is None:
+        return None
+    entries = index.reshape(-1)
+    hot = OneHot(rows.gather(torch.where(entries < 0, entries + use.shape[0], entries)), use.shape[0])
+    return FactoredGrad([Term(hot, rows.gather(g.reshape(len(entries), -1)))], use.shape)
+
+
 def bag_table(use: Use) -> PerSampleGrad | None:
     """Rule for the table of bags of embeddings: each entry of a bag gets the gradient of the bag, times its weight or
     divided by the size of the bag.
@@ -79,8 +102,7 @@ def bag_table(use: Use) -> PerSampleGrad | None:
         if len(bag) < len(index):
             bag = torch.bucketize(torch.arange(len(index), device=index.device), starts, right=True) - 1
         owner = use.owner_map.owners(tuple(g.shape), g.device).amax(1)
-        tokens = Irregular(use.samples, owner[bag]).rows((len(index),), 1)
-        assert tokens is not None
+        tokens = ragged_gather(owner[bag], use.samples)
         entries = tokens.gather(g.index_select(0, bag))
         index = tokens.gather(index)
         factors = None if weights is None else tokens.gather(use.tensor("per_sample_weights"))

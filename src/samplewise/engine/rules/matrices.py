@@ -14,9 +14,9 @@ from torch import Tensor
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.grads.indexed import StackedGrad
 from samplewise.engine.grads.kernels import frobenius_norms
-from samplewise.engine.ownership.owner_map import Irregular
+from samplewise.engine.grads.stacked import StackedGrad
+from samplewise.engine.ownership.owner_map import ragged_gather
 from samplewise.engine.rules.rule_input import Use, summed
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -104,20 +104,16 @@ def _batched_products(use: Use, dims: tuple[int, ...], left: Tensor, right: Tens
 
 
 def grouped_right(use: Use) -> PerSampleGrad | None:
-    """Rule for W (h, i, o) in grouped_mm(a, W, ends): rows ends[h - 1] to ends[h] of a are multiplied by matrix h."""
+    """Rule for W (e, i, o) in grouped_mm(a, W, ends): rows ends[e - 1] to ends[e] of a are multiplied by matrix e."""
     a, ends = use.saved["self"], use.saved["offs"]
     if a.dim() != 2 or len(use.shape) != 3 or use.rows(1) is None:
         return None
     owner = use.owner_map.owners(tuple(use.gradient.shape), use.gradient.device).amax(1)
-    a, g = use.tensor("self"), use.gradient
-    parts = []
-    start = 0
-    for end in ends.tolist():
-        rows = Irregular(use.samples, owner[start:end]).rows((end - start,), 1)
-        assert rows is not None
-        parts.append(FactoredGrad([Term(rows.gather(a[start:end]), rows.gather(g[start:end]))], use.shape[1:]))
-        start = end
-    return StackedGrad(parts)
+    expert = torch.bucketize(torch.arange(len(a), device=a.device), ends.long(), right=True)
+    pair = torch.where((owner >= 0) & (expert < len(ends)), expert * use.samples + owner, -1)
+    rows = ragged_gather(pair, use.samples * len(ends))
+    term = Term(rows.gather(use.tensor("self")), rows.gather(use.gradient))
+    return StackedGrad(FactoredGrad([term], use.shape[1:]), range(len(ends)), len(ends))
 
 
 BILINEAR = ((1, 3), (0,), (1, 2), (2, 3))  # dims that _trilinear adds to its operands, and dims that it sums over
