@@ -16,6 +16,7 @@ from torch.nn.parallel import distributed as ddp
 
 from samplewise.engine.graph.graph import EdgeKey, Graph, Node, is_python_function, numel
 from samplewise.engine.graph.saved import block_of, saved_tensor_names
+from samplewise.engine.ownership.index_rows import owners_of_indexed_rows
 from samplewise.engine.ownership.layouts import MOVERS, UNDECIDED, VIEWS, Mover, RowOwners, SampleDim, locate
 from samplewise.engine.ownership.local_probe import COPYING, Claim, probe_node
 from samplewise.engine.ownership.owner_map import (
@@ -148,7 +149,8 @@ def _move_through(
             answer = None
         operand_maps.append(answer)
     if unknown and probes:
-        answers_of_node = probe_node(graph, node, owner_maps, unknown, ownership.exact)
+        rows = None if ownership.exact else owners_of_indexed_rows(graph, at, owner_maps, unknown)
+        answers_of_node = rows or probe_node(graph, node, owner_maps, unknown, ownership.exact)
         ownership.contradicted |= ownership.probed and None in answers_of_node.values()
         for position, owner_map in answers_of_node.items():
             operand_maps[position] = owner_map
