@@ -1,10 +1,11 @@
 """Cases: recurrent layers, as fused kernels and as Python loops."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from samplewise.testing.case import Net, noise, weight
+from samplewise.testing.case import Net, as_losses, noise, weight
 from samplewise.testing.cases import sequence_output
 from zoo.register import case
 
@@ -44,6 +45,21 @@ def lstm_with_learned_first_state(B):
         return m.f(x, state)[0]
 
     return Net(forward, f=nn.LSTM(6, 4, batch_first=True), h=weight(1, 1, 4), c=weight(1, 1, 4)), noise(B, 5, 6)
+
+
+@case(loss=as_losses, second_order=False)
+def ctc_over_packed_sequences(B):
+    """A bidirectional GRU on sequences of different lengths, in another order than their lengths."""
+
+    def forward(m, x, lengths, letters, count):
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        h = pad_packed_sequence(m.f(packed)[0], total_length=9)[0]
+        return F.ctc_loss(m.head(h).log_softmax(2), letters, lengths, count, reduction="none")
+
+    lengths = 5 + torch.arange(B) * 3 % 5
+    letters = 1 + torch.arange(3 * B).view(B, 3) % 4
+    model = Net(forward, f=nn.GRU(6, 5, bidirectional=True), head=nn.Linear(10, 5))
+    return model, noise(B, 9, 6), lengths, letters, 1 + torch.arange(B) % 2
 
 
 @case(rows=False)

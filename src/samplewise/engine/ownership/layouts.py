@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,6 +44,22 @@ class RowOwners:
         if (inner, outer) not in self.derived:
             self.derived[inner, outer] = RowOwners(self.owner.repeat_interleave(inner).repeat(outer))
         row_owners: RowOwners = self.derived[inner, outer]
+        return row_owners
+
+    def narrow(self, start: int, stop: int) -> RowOwners:
+        """Owners of some entries."""
+        if ("narrow", start, stop) not in self.derived:
+            self.derived["narrow", start, stop] = RowOwners(self.owner[start:stop])
+        row_owners: RowOwners = self.derived["narrow", start, stop]
+        return row_owners
+
+    def widen(self, start: int, step: int, size: int) -> RowOwners:
+        """Owners of `size` entries, of which those from `start` in steps are these; the others have no owner."""
+        if ("widen", start, step, size) not in self.derived:
+            owner = self.owner.new_full((size,), -1)
+            owner[start : start + step * len(self.owner) : step] = self.owner
+            self.derived["widen", start, step, size] = RowOwners(owner)
+        row_owners: RowOwners = self.derived["widen", start, step, size]
         return row_owners
 
 
@@ -177,9 +194,16 @@ def split(node: Node, place: SampleDim, shape: Shape, children: list[Shape | Non
 def cat(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     if scalar(node, "dim") % len(shape) != place.dim:
         return [place] * len(children)
-    sizes = {None if child is None else child[place.dim] for child in children}
-    alike = len(sizes) == 1 and isinstance(place.post, int) and None not in sizes
-    return [place if alike else UNDECIDED] * len(children)
+    sizes = [None if child is None else child[place.dim] for child in children]
+    if isinstance(place.post, int) or None in sizes:
+        alike = len(set(sizes)) == 1 and None not in sizes
+        return [place if alike else UNDECIDED] * len(children)
+    ends = accumulate(size for size in sizes if size is not None)
+    return [
+        SampleDim(place.dim, place.post.narrow(end - size, end))
+        for size, end in zip(sizes, ends, strict=True)
+        if size is not None
+    ]
 
 
 @moves("Roll", "Flip")
@@ -235,6 +259,8 @@ def slice_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape |
     if operand is None or operand[place.dim] == shape[place.dim] or scalar(node, "dim") % len(shape) != place.dim:
         return [place]
     start, step = scalar(node, "start"), scalar(node, "step")
+    if isinstance(place.post, RowOwners) and start >= 0:
+        return [SampleDim(place.dim, place.post.widen(start, step, operand[place.dim]))]
     if not isinstance(place.post, int) or start < 0 or operand[place.dim] % shape[place.dim]:
         return [UNDECIDED]
     if step > 1 and start < step and shape[place.dim] * step == operand[place.dim]:

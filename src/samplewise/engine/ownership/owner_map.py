@@ -319,6 +319,9 @@ def merge_owners(first: OwnerMap | None, second: OwnerMap | None, shape: tuple[i
     a, b = rows_of(first, shape, device), rows_of(second, shape, device)
     if a is not None and b is not None and a[0] == b[0]:  # entries of one dimension
         owner = _join_owners(a[1], b[1])
+        for owner_map, rows in ((first, a[1]), (second, b[1])):
+            if owner is not None and regular is None and torch.equal(owner, rows):  # the other one has no more owners
+                return owner_map
         if owner is not None:
             return regular or owner_map_of(along(a[0], owner, shape), first.samples, exact=True)
     owner = _join_owners(first.owners(shape, device), second.owners(shape, device))

@@ -130,15 +130,19 @@ def _through_time(use: Use) -> Through:
     dh = gradients[1].reshape(sequences, hidden) if 1 in gradients else torch.zeros_like(states[0])
     dc = gradients[2].reshape(sequences, hidden) if 2 in gradients else torch.zeros_like(states[0])
     arriving = _in_order(use, gradients[0]) if 0 in gradients else torch.zeros_like(states)
-    for t in range(steps - 1, -1, -1):
-        dh = arriving[t] + dh
-        dc = torch.addcmul(dc, dh, output_to_cell[t])
-        at = result[:, t]
-        at[:, :3].mul_(dc[:, None])
-        at[:, 3].mul_(dh)
-        dc = dc * f[t]
-        dh = at.flatten(1) @ w_hidden
-    use.saved["through time"] = Through(result.flatten(2), dh, dc)
+    flat = result.flatten(2)
+    by_step = (  # views of all steps at once: an index in each step takes as long as the arithmetic
+        *(x.unbind(0) for x in (arriving, output_to_cell, f)),
+        *(x.unbind(1) for x in (result[:, :, :3], result[:, :, 3], flat)),
+    )
+    for from_above, slope, forget, to_cell, to_output, all_gates in reversed(list(zip(*by_step, strict=True))):
+        dh = from_above + dh
+        dc = torch.addcmul(dc, dh, slope)
+        to_cell.mul_(dc[:, None])
+        to_output.mul_(dh)
+        dc = dc * forget
+        dh = all_gates.mm(w_hidden)
+    use.saved["through time"] = Through(flat, dh, dc)
     return use.saved["through time"]
 
 
