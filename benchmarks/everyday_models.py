@@ -90,6 +90,18 @@ class Packed(HuggingFace):
         return losses.new_zeros(len(tokens)).index_add(0, documents[1:], losses) / lengths
 
 
+class Speech(HuggingFace):
+    """Connectionist temporal classification of sounds."""
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        return torch.randn(B, 4000, generator=generator), torch.randint(1, 30, (B, 4), generator=generator)
+
+    def forward(self, sounds: Tensor, letters: Tensor) -> Tensor:
+        scores = self.model(sounds).logits.log_softmax(-1).transpose(0, 1)
+        lengths = [torch.full((len(sounds),), size) for size in (len(scores), letters.shape[1])]
+        return F.ctc_loss(scores, letters, *lengths, reduction="none")
+
+
 class Images(HuggingFace):
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         images = torch.randn(B, 3, 32, 32, generator=generator)
@@ -121,6 +133,20 @@ def mixtral(experts: str) -> transformers.PretrainedConfig:
     return config
 
 
+def qwen3_moe() -> transformers.PretrainedConfig:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+    return transformers.Qwen3MoeConfig(**TEXT, **sizes)
+
+
+def wav2vec2() -> transformers.PretrainedConfig:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    kernels = {"conv_dim": (32, 32, 32), "conv_stride": (5, 4, 4), "conv_kernel": (10, 8, 8)}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False}
+    names = ("hidden", "attention", "activation", "feat_proj", "final")
+    dropouts = {f"{name}_dropout": 0.0 for name in names} | {"layerdrop": 0.0}
+    return transformers.Wav2Vec2Config(vocab_size=32, **sizes, **kernels, **positions, **dropouts)
+
+
 def swin() -> transformers.PretrainedConfig:
     dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
     sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]}
@@ -144,6 +170,15 @@ MODELS: dict[str, tuple[str, Callable[[], HuggingFace]]] = {
         "`MixtralForCausalLM`, experts by `grouped_mm`",
         lambda: LanguageModel(transformers.MixtralForCausalLM, mixtral("grouped_mm")),
     ),
+    "hf_mixtral_batched": (
+        "`MixtralForCausalLM`, experts by `batched_mm`",
+        lambda: LanguageModel(transformers.MixtralForCausalLM, mixtral("batched_mm")),
+    ),
+    "hf_qwen3_moe": (
+        "`Qwen3MoeForCausalLM`, as it comes",
+        lambda: LanguageModel(transformers.Qwen3MoeForCausalLM, qwen3_moe()),
+    ),
+    "hf_wav2vec2": ("`Wav2Vec2ForCTC`", lambda: Speech(transformers.Wav2Vec2ForCTC, wav2vec2())),
     "hf_swin": ("`SwinForImageClassification`", lambda: Images(transformers.SwinForImageClassification, swin())),
     "hf_llama_pairs": (
         "`LlamaForCausalLM`, pairs along the batch by `chunk(2)` (DPO)",

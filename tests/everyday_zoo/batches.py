@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from everyday_zoo.situation import Situation, situation
 
@@ -129,3 +130,46 @@ class LayerDrop(Situation):
         for block, use in zip(self.blocks, self.uses, strict=True):
             h = block(h) if use else h
         return h
+
+
+@situation
+class BagsOfEntries(Situation):
+    """Lists of entries of different lengths, `nn.EmbeddingBag` with offsets (recommendation)."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.bags = nn.ModuleList(nn.EmbeddingBag(sizes.vocabulary, sizes.width, mode=mode) for mode in ("sum", "max"))
+
+    def forward(self, tokens, labels):
+        lengths = 1 + tokens[:, 0] % tokens.shape[1]
+        entries = tokens[torch.arange(tokens.shape[1]) < lengths[:, None]]
+        pooled = [bag(entries, lengths.cumsum(0) - lengths) for bag in self.bags]
+        h = self.encode(torch.stack(pooled, 1))
+        return F.cross_entropy(self.head(h.mean(1)), labels, reduction="none")
+
+
+@situation
+class RecurrentCtc(Situation):
+    """`F.ctc_loss` after a GRU with time first, other lengths in each step (speech recognition)."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.recurrent = nn.GRU(sizes.width, sizes.width // 2, bidirectional=True)
+
+    def forward(self, tokens, labels):
+        lengths = tokens.shape[1] - tokens[:, -1] % (tokens.shape[1] - 5)
+        h = self.scan(self.encode(self.embed(tokens)).transpose(0, 1), lengths)
+        letters = 1 + tokens[:, :2] % (self.sizes.classes - 1)
+        return F.ctc_loss(self.head(h).log_softmax(2), letters, lengths, 1 + labels % 2, reduction="none")
+
+    def scan(self, h, lengths):
+        return self.recurrent(h)[0]
+
+
+@situation
+class PackedSequences(RecurrentCtc):
+    """`F.ctc_loss` after a GRU on packed sequences (`pack_padded_sequence`)."""
+
+    def scan(self, h, lengths):
+        packed = pack_padded_sequence(h, lengths, enforce_sorted=False)
+        return pad_packed_sequence(self.recurrent(packed)[0], total_length=len(h))[0]
