@@ -15,6 +15,7 @@ from torch import Tensor
 
 from samplewise.engine.backward import pull_back
 from samplewise.engine.deferred_checks import is_traced
+from samplewise.engine.grads.bags import BagGrad
 from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
@@ -317,6 +318,7 @@ def combine(grads: Sequence[PerSampleGrad], name: str, shared: dict[object, bool
     """Merge all uses of a parameter into one representation, so that norms include the cross terms between uses.
     `shared`: see `as_blocks`.
     """
+    grads = [grad.entries if isinstance(grad, BagGrad) else grad for grad in grads]
     outers = [grad for grad in grads if isinstance(grad, FactoredGrad)]
     if len(outers) == len(grads) and len({outer.matrix for outer in outers}) == 1:
         return FactoredGrad([term for outer in outers for term in outer.terms], grads[0].shape)

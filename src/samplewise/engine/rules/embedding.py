@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samplewise.engine.grads.bags import BagGrad
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
 from samplewise.engine.graph.graph import Node, scalar
-from samplewise.engine.ownership.owner_map import RegularGather, ragged_gather
-from samplewise.engine.rules.rule_input import Use
+from samplewise.engine.ownership.owner_map import RaggedGather, RegularGather, RowGather, ragged_gather
+from samplewise.engine.rules.rule_input import Use, accumulable
 
 MEAN, MAX = 1, 2  # modes of bags; 0 is the sum
 NO_PADDING = 2**63  # padding_idx of bags is unsigned: -1 is 2**64 - 1
@@ -78,45 +79,70 @@ def bag_table(use: Use) -> PerSampleGrad | None:
     """Rule for the table of bags of embeddings: each entry of a bag gets the gradient of the bag, times its weight or
     divided by the size of the bag.
     """
+    node = use.node
     rows = use.rows(1)
-    if rows is None or scalar(use.node, "scale_grad_by_freq"):  # the CPU kernel divides by frequencies of other entries
+    if rows is None or scalar(node, "scale_grad_by_freq"):  # the CPU kernel divides by frequencies of other entries
         return None
-    if scalar(use.node, "mode") == MAX:
-        return _largest_entries(use)
     g = use.gradient
-    if scalar(use.node, "mode") == MEAN:
+    if scalar(node, "mode") == MAX:
+        return _largest_entries(use, rows)
+    if scalar(node, "mode") == MEAN:
         g = g / use.saved["result2"].clamp_min(1)[:, None]  # sizes of the bags, without padding
-    index = use.saved["indices"]
-    bags = len(g)
+    tokens, bag = _entries_of_samples(use, rows)
+    index = tokens.gather(use.saved["indices"])
+    present = _present(node, index, tokens)
     weights = use.saved["per_sample_weights"]
+
+    def entries() -> FactoredGrad:
+        values = tokens.gather(g.index_select(0, bag))
+        if weights is not None:
+            values = values * tokens.gather(accumulable(weights))[:, :, None]
+        grad = lookup_grad(node, use.saved["indices"], index, values, use.shape)
+        assert grad is not None
+        return grad
+
+    bags = rows.gather(g)
+    if bags.shape[1] > 1 or weights is not None:
+        return entries()
+    # An entry that is found n times in the bag of a sample has n times the gradient.
+    coincide = (index[:, :, None] == index[:, None, :]) & present[:, :, None] & present[:, None, :]
+    return BagGrad(bags[:, 0], coincide.sum((1, 2)).to(g.dtype), use.shape, entries)
+
+
+def _entries_of_samples(use: Use, rows: RowGather) -> tuple[RowGather, Tensor]:
+    """Assignment of the entries of all bags to samples, and the bag of each entry."""
+    count = len(use.saved["indices"])
+    bags = len(use.gradient)
     starts = use.saved["offsets"][:bags]
-    size = len(index) // bags
-    uniform = bool((starts == torch.arange(0, bags * size, size, device=starts.device)).all()) if size else False
-    if uniform and size * bags == len(index) and isinstance(rows, RegularGather):  # bags are rows of a matrix
-        index = rows.gather(index.view(bags, size)).flatten(1)
-        entries = rows.gather(g)[:, :, None].expand(-1, -1, size, -1).flatten(1, 2)
-        factors = None if weights is None else rows.gather(use.tensor("per_sample_weights").view(bags, size)).flatten(1)
-    else:
-        # The kernel for sums may leave out the bag of each entry, result1.
-        bag = use.saved["result1"]
-        if len(bag) < len(index):
-            bag = torch.bucketize(torch.arange(len(index), device=index.device), starts, right=True) - 1
-        owner = use.owner_map.owners(tuple(g.shape), g.device).amax(1)
-        tokens = ragged_gather(owner[bag], use.samples)
-        entries = tokens.gather(g.index_select(0, bag))
-        index = tokens.gather(index)
-        factors = None if weights is None else tokens.gather(use.tensor("per_sample_weights"))
-    if factors is not None:
-        entries = entries * factors[:, :, None]
-    return lookup_grad(use.node, use.saved["indices"], index, entries, use.shape)
+    place = torch.arange(count, device=starts.device)
+    bag = use.saved["result1"]  # the kernel for sums may leave it out
+    if len(bag) < count:
+        bag = torch.bucketize(place, starts, right=True) - 1
+    size = count // bags
+    if isinstance(rows, RegularGather) and size * bags == count and bool((bag == place // max(size, 1)).all()):
+        return RegularGather(rows.samples, rows.outer, rows.inner * size), bag  # bags of one size
+    owner = use.owner_map.owners(tuple(use.gradient.shape), use.gradient.device).amax(1)
+    return ragged_gather(owner[bag], use.samples), bag
 
 
-def _largest_entries(use: Use) -> PerSampleGrad | None:
+def _present(node: Node, index: Tensor, tokens: RowGather) -> Tensor:
+    """Flags (b, t) of entries that are no padding, neither of the bag nor of the samples."""
+    padding = scalar(node, "padding_idx")
+    present = index != padding if padding < NO_PADDING else torch.ones_like(index, dtype=torch.bool)
+    return present & (tokens.slots < tokens.rows) if isinstance(tokens, RaggedGather) else present
+
+
+def _largest_entries(use: Use, rows: RowGather) -> PerSampleGrad:
     """Gradients for bags of which each feature is the largest of all entries: single elements of the table."""
-    rows = use.rows(1)
-    assert rows is not None
     g = use.gradient * (use.saved["result2"] > 0)[:, None]  # empty bags have no largest entry
     count, width = use.shape
-    elements = use.saved["result3"] * width + torch.arange(width, device=g.device)
-    hot = OneHot(rows.gather(elements).flatten(1), count * width)
-    return FactoredGrad([Term(hot, rows.gather(g).flatten(1)[:, :, None])], use.shape)
+    bags = rows.gather(g)
+
+    def entries() -> FactoredGrad:
+        elements = use.saved["result3"] * width + torch.arange(width, device=g.device)
+        hot = OneHot(rows.gather(elements).flatten(1), count * width)
+        return FactoredGrad([Term(hot, bags.flatten(1)[:, :, None])], use.shape)
+
+    if bags.shape[1] > 1:
+        return entries()
+    return BagGrad(bags[:, 0], g.new_ones(use.samples), use.shape, entries)
