@@ -194,16 +194,15 @@ def split(node: Node, place: SampleDim, shape: Shape, children: list[Shape | Non
 def cat(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     if scalar(node, "dim") % len(shape) != place.dim:
         return [place] * len(children)
-    sizes = [None if child is None else child[place.dim] for child in children]
-    if isinstance(place.post, int) or None in sizes:
-        alike = len(set(sizes)) == 1 and None not in sizes
-        return [place if alike else UNDECIDED] * len(children)
-    ends = accumulate(size for size in sizes if size is not None)
-    return [
-        SampleDim(place.dim, place.post.narrow(end - size, end))
-        for size, end in zip(sizes, ends, strict=True)
-        if size is not None
-    ]
+    sizes = [child[place.dim] for child in children if child is not None]
+    if len(sizes) < len(children):
+        return [UNDECIDED] * len(children)
+    if isinstance(place.post, int):
+        return [place if len(set(sizes)) == 1 else UNDECIDED] * len(children)
+    if len(place.post.owner) != shape[place.dim]:  # any owners
+        return [UNDECIDED] * len(children)
+    pieces = zip(sizes, accumulate(sizes), strict=True)
+    return [SampleDim(place.dim, place.post.narrow(end - size, end)) for size, end in pieces]
 
 
 @moves("Roll", "Flip")
@@ -259,7 +258,7 @@ def slice_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape |
     if operand is None or operand[place.dim] == shape[place.dim] or scalar(node, "dim") % len(shape) != place.dim:
         return [place]
     start, step = scalar(node, "start"), scalar(node, "step")
-    if isinstance(place.post, RowOwners) and start >= 0:
+    if isinstance(place.post, RowOwners) and len(place.post.owner) == shape[place.dim] and start >= 0:
         return [SampleDim(place.dim, place.post.widen(start, step, operand[place.dim]))]
     if not isinstance(place.post, int) or start < 0 or operand[place.dim] % shape[place.dim]:
         return [UNDECIDED]
