@@ -6,6 +6,7 @@ row belongs to its own sample; then `changed` is true, and rows belong to others
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import samplewise as sw
+from samplewise.engine.ownership import local_probe, ownership
 from samplewise.testing.case import default_dtype
 
 # B = T, so that positions and indices of tokens have as many rows as there are samples.
@@ -970,3 +972,30 @@ def test_random_programs_whose_samples_begin_to_mix(seed):
     for step in range(first, first + 2):
         steps.assert_right_or_refused(step)
     steps.calm(2)
+
+
+def test_claims_that_still_hold_are_not_probed_again():
+    """Rows in another order in each step: what was found about the other operations of the graph is verified only."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).double()
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    probed = []
+
+    def probe_node(graph, node, *arguments):
+        probed[-1].append(graph.operations[node])
+        return local_probe.probe_node(graph, node, *arguments)
+
+    with mock.patch.object(ownership, "probe_node", probe_node):
+        for _ in range(4):
+            probed.append([])
+            order = torch.randperm(20)  # of the tokens of all samples, as experts see them
+            hidden = model(x.flatten(0, 1)[order])[order.argsort()].view(4, 5, 6)
+            h = hidden.clone()
+            h[:, 1:3] = hidden[:, :2].sin()  # in place: CopySlices
+            losses = h.square().sum((1, 2))
+            rows = rows_by_loop(losses, dict(model.named_parameters()))
+            full = sw.gradients(losses, model).full()
+            for name, row in rows.items():
+                torch.testing.assert_close(full[name], row)
+    assert any("CopySlices" in name for name in probed[0])
+    assert not probed[3]

@@ -18,7 +18,7 @@ from samplewise.engine.graph.graph import EdgeKey, Graph, Node, is_python_functi
 from samplewise.engine.graph.saved import block_of, saved_tensor_names
 from samplewise.engine.ownership.index_rows import owners_of_indexed_rows
 from samplewise.engine.ownership.layouts import MOVERS, UNDECIDED, VIEWS, Mover, RowOwners, SampleDim, locate
-from samplewise.engine.ownership.local_probe import COPYING, Claim, probe_node
+from samplewise.engine.ownership.local_probe import COPYING, Claim, hold, probe_node
 from samplewise.engine.ownership.owner_map import (
     Irregular,
     OwnerMap,
@@ -149,13 +149,29 @@ def _move_through(
             answer = None
         operand_maps.append(answer)
     if unknown and probes:
-        rows = None if ownership.exact else owners_of_indexed_rows(graph, at, owner_maps, unknown)
-        answers_of_node = rows or probe_node(graph, node, owner_maps, unknown, ownership.exact)
+        answers_of_node = None
+        if not ownership.exact:
+            answers_of_node = owners_of_indexed_rows(graph, at, owner_maps, unknown)
+            answers_of_node = answers_of_node or _claimed_before(graph, at, owner_maps, unknown)
+        answers_of_node = answers_of_node or probe_node(graph, node, owner_maps, unknown, ownership.exact)
         ownership.contradicted |= ownership.probed and None in answers_of_node.values()
         for position, owner_map in answers_of_node.items():
             operand_maps[position] = owner_map
         _note(graph, at, owner_maps, answers_of_node, ownership)
     return operand_maps
+
+
+def _claimed_before(
+    graph: Graph, at: int, owner_maps: dict[int, OwnerMap], positions: list[int]
+) -> dict[int, OwnerMap | None] | None:
+    """What a kept plan for such graphs claims about these operands, if the claim holds here, too: verified with fewer
+    calls of the node than a probe. Other claims of the plan may not hold, such as those about routed rows.
+    """
+    for plan in graph.sizes.plans.values():
+        for claim in plan.claims:
+            if claim.node == at and claim.outputs == owner_maps and list(claim.operands) == positions:
+                return dict(claim.operands) if hold([claim], graph) else None
+    return None
 
 
 def _sum(
