@@ -3,6 +3,8 @@
     DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors (`dense`)
     PackedGrad     rows of a small parameter, in one matrix with those of other parameters (`dense`)
     FactoredGrad   factors of outer products (`factored`)
+    BagGrad        a bag of entries of a table per sample (`bags`)
+    StackedGrad    factors or rows for each matrix of a stack, such as the weights of experts (`stacked`)
     IndexedGrad    rows of an operand that was viewed before use (`indexed`)
     SummedGrad     sum of several representations, for a parameter with several uses
 
