@@ -22,13 +22,16 @@ FRAMEWORKS := .venv-integrations
 ATTRIBUTION := .venv-attribution
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
+# `make test-transformers TRANSFORMERS=4.57.6` tests the Hugging Face integration with another version of transformers.
+TRANSFORMERS_VENV  ?= .venv-transformers-$(TRANSFORMERS)
+TRANSFORMERS_TESTS ?= $(filter-out %_trl.py,$(wildcard tests/integrations/test_h*f*.py))
 # Not run: tests of the report, the documents, the types and the distributions, which hardly depend on torch.
 TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycache__/),$(wildcard tests/*/)) \
 	$(filter-out tests/test_docs.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison attribution migration site clean
+.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -37,6 +40,8 @@ help:
 	@echo 'make test-integrations'
 	@echo '                 run all tests with Hugging Face, TRL, peft, Lightning, Accelerate and the backends of Keras'
 	@echo 'make test-torch  run the tests with another torch version, for example TORCH=2.8.0'
+	@echo 'make test-transformers'
+	@echo '                 run the tests of Hugging Face with another version of transformers, for example TRANSFORMERS=4.57.6'
 	@echo 'make lint        run ruff, mypy and import-linter'
 	@echo 'make api         record the public names and signatures in tests/public_api.txt'
 	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
@@ -99,6 +104,15 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	@$(TORCH_VENV)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
+$(TRANSFORMERS_VENV)/.installed: pyproject.toml constraints.txt
+	@$(if $(TRANSFORMERS),,echo 'TRANSFORMERS must be a version of transformers; found none. Use for example: make test-transformers TRANSFORMERS=4.57.6'; exit 2)
+	@echo 'installing samplewise, the development tools and transformers $(TRANSFORMERS) into $(TRANSFORMERS_VENV)'
+	@$(PYTHON) -m venv $(TRANSFORMERS_VENV)
+	@sed 's/^transformers==.*/transformers==$(TRANSFORMERS)/' constraints.txt > $(TRANSFORMERS_VENV)/constraints.txt
+	@$(TRANSFORMERS_VENV)/$(BIN)/python -m pip install -qq --disable-pip-version-check \
+		-c $(TRANSFORMERS_VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
 # ----------------------------------------------------------------------------------- targets
 
 demo: $(DEV)
@@ -125,6 +139,9 @@ test-integrations: $(FRAMEWORKS)/.installed
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/$(BIN)/python -m pytest -q -n 2 $(TORCH_TESTS)
+
+test-transformers: $(TRANSFORMERS_VENV)/.installed
+	$(TRANSFORMERS_VENV)/$(BIN)/python -m pytest -q -n 2 -m '' $(TRANSFORMERS_TESTS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
@@ -184,4 +201,4 @@ migration: $(BENCH) $(ATTRIBUTION)/.installed
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/migration.py attribution $(if $(WRITE),--write)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) .venv-torch-* .venv-transformers-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -1,6 +1,9 @@
 """Tests of frameworks that are not installed are not collected: `make test-integrations` installs all of them."""
 
+import os
 from importlib.util import find_spec
+
+import pytest
 
 NEEDED = {
     "test_huggingface_trl.py": "trl",
@@ -8,3 +11,13 @@ NEEDED = {
     "test_keras_snippet.py": "tensorflow",
 }
 collect_ignore = [file for file, package in NEEDED.items() if find_spec(package) is None]
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    """TrainingArguments of transformers 4 set variables that later ones read, for bf16 and torch_compile."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)

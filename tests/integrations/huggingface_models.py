@@ -1,6 +1,7 @@
 """Tiny models of transformers with random weights, and trainings of them with a few samples."""
 
 import torch
+from torch.utils.data import SequentialSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -27,6 +28,13 @@ CLASSES = 3
 
 class PerSampleTrainer(PerSample, Trainer):
     pass
+
+
+class SequentialTrainer(PerSampleTrainer):
+    """Takes the samples in their order."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)
 
 
 def bert(head=BertForSequenceClassification, dropout=0.0, seed=0, **options):
@@ -128,6 +136,13 @@ TASKS = {  # name -> model, data
 }
 
 
+CHECKPOINTING = (  # options of TrainingArguments; transformers 4 has other names and another default
+    {"activation_checkpointing": True}
+    if hasattr(TrainingArguments, "activation_checkpointing")
+    else {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+)
+
+
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -171,16 +186,18 @@ def collated(samples):
     return {key: torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in samples[0] if key != "id"}
 
 
-def one_at_a_time(model, windows, bound, lr=0.5, counted=None):
+def one_at_a_time(model, windows, bound, lr=0.5, counted=None, divided=None):
     """Clipped updates by hand, with one backward pass per sample. Returns the norms of all samples.
 
     counted: function of a sample that returns its number of tokens, in losses that are means over tokens
+    divided: another function of a sample, whose sum the update is divided by; default: `counted`
     """
+    divided = divided or counted
     parameters = list(model.parameters())
     norms = []
     for window in windows:
         total = [torch.zeros_like(p) for p in parameters]
-        denominator = sum(counted(sample) if counted else 1 for sample in window)
+        denominator = sum(divided(sample) if divided else 1 for sample in window)
         for sample in window:
             loss = model(**collated([sample])).loss * (counted(sample) if counted else 1)
             row = torch.autograd.grad(loss, parameters, materialize_grads=True)

@@ -90,7 +90,7 @@ data = [{**sample, "prompt": f"prompt {k % 5}"} for k, sample in enumerate(data(
 units = {"sample": sw.per("sample"), "group": sw.per("group", key="prompt"), "constant": sw.per(10)}
 trainer = recorded(
     made(), data, sys.argv[1] + "/" + name, batch, 2, transforms=[sw.clip(0.3)] if clipped == "True" else [],
-    options=options | {"train_sampling_strategy": "sequential", "logging_strategy": "steps", "logging_steps": 1},
+    options=options | {"logging_strategy": "steps", "logging_steps": 1}, trainer=SequentialTrainer,
     aggregate=units.get(unit),
 )
 if trainer.args.process_index == 0:
@@ -99,23 +99,27 @@ if trainer.args.process_index == 0:
 """
 
 
+def run_on_one_and_two_ranks(code, directory, task, *arguments):
+    code_of_one, errors = finished(run(code, directory, "one", task, 1, *arguments))
+    assert code_of_one == 0, errors
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        run(code, directory, "two", task, 2, *arguments,
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(2)
+    ]  # fmt: skip
+    for code_of_rank, errors in map(finished, ranks):
+        assert code_of_rank == 0, errors
+
+
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(
     ("task", "unit"), [("bert", "token"), *(("llama", unit) for unit in ("token", "sample", "group", "constant"))]
 )
 def test_two_ranks_give_the_update_of_one(task, unit, clipped, tmp_path):
-    code, errors = finished(run(RANKS, tmp_path, "one", task, 1, clipped, unit))
-    assert code == 0, errors
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        run(RANKS, tmp_path, "two", task, 2, clipped, unit,
-            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in range(2)
-    ]  # fmt: skip
-    for code, errors in map(finished, ranks):
-        assert code == 0, errors
+    run_on_one_and_two_ranks(RANKS, tmp_path, task, clipped, unit)
     first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
     assert (first - second).norm() <= 1e-6 * first.norm()
     ledgers = [sw.read_ledger(tmp_path / name) for name in ("one", "two")]
@@ -131,3 +135,46 @@ def test_two_ranks_give_the_update_of_one(task, unit, clipped, tmp_path):
     for one, two in zip(*logs, strict=True):
         for name in (f"samplewise/{name}" for name in names):
             assert two[name] == pytest.approx(one[name], rel=2e-4)
+
+
+UNITS = """
+import torch.nn.functional as F
+
+name, task, ranks = sys.argv[2:5]
+
+def squared(z, y):
+    return F.cross_entropy(z, y, reduction="none").square()
+
+CRITERIA = {
+    "mean": lambda z, y, n: squared(z, y).mean(),
+    "sum": lambda z, y, n: squared(z, y).sum(),
+    "items": lambda z, y, n: squared(z, y).sum() / n,
+}
+
+class Own(SequentialTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        return CRITERIA[task](model(**inputs).logits, labels, num_items_in_batch)
+
+def function(outputs, labels, num_items_in_batch=None):
+    return squared(outputs.logits, labels).sum() / num_items_in_batch
+
+own = {"compute_loss_func": function, "trainer": SequentialTrainer} if task == "function" else {"trainer": Own}
+options = {"learning_rate": 0.0} | ({"ddp_backend": "gloo"} if ranks == "2" else {})
+model = bert()
+if task == "items":
+    model.accepts_loss_kwargs = True  # so that the Trainer counts items, also that of transformers 4
+recorded(
+    model, classes(16), sys.argv[1] + "/" + name, 4 // int(ranks), 2, options=options, transforms=[sw.clip(0.3)], **own
+)
+"""
+
+
+@pytest.mark.parametrize("task", ["mean", "sum", "items", "function"])
+def test_units_of_own_losses_on_two_ranks(task, tmp_path):
+    """The Trainer multiplies the loss of compute_loss_func by the number of ranks, not that of an own compute_loss."""
+    run_on_one_and_two_ranks(UNITS, tmp_path, task)
+    first, second = (sw.read_ledger(tmp_path / name).sort_by("id") for name in ("one", "two"))
+    assert first["norm"].to_pylist() == pytest.approx(second["norm"].to_pylist(), rel=1e-4)
+    weights = second["weight"].to_pylist()
+    assert first["weight"].to_pylist() == pytest.approx(weights, rel=1e-4) and min(weights) < 1

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from samplewise.core.batches import pick_column
@@ -89,7 +90,16 @@ class Adapter:
     def per_sample(self) -> bool:
         """True if per-sample gradients are computed: for a transform, an aggregate, or the norms in the ledger."""
         scales = self.aggregate is not None and self.aggregate.unit in ("sample", "group")
-        return bool(self.chain.transforms) or scales or (self.ledger is not None and self.ledger.norms)
+        return bool(self.chain.transforms) or scales or self._records_norms
+
+    @property
+    def reads_norms(self) -> bool:
+        """True if norms are used, by a transform or the ledger; or an aggregate, which needs the denominator, too."""
+        return "norms" in self.chain.samples.needs or self.aggregate is not None or self._records_norms
+
+    @property
+    def _records_norms(self) -> bool:
+        return self.ledger is not None and self.ledger.norms
 
     @property
     def reads_losses(self) -> bool:
@@ -119,7 +129,7 @@ class Adapter:
         values: BatchLoss,
         model: Parameters,
         through: HasBackward | None,
-        denominator: float,
+        denominator: float | None,
         batch: Any,
         epoch: int = 0,
         retain_graph: bool = False,
@@ -127,7 +137,8 @@ class Adapter:
         """Run the backward pass of a batch, and keep its results until the update is recorded.
 
         through: runs the pass of the framework; None: that of torch
-        denominator: what the loss divides the sum of the samples' losses by; read if `per_sample` is true
+        denominator: what the loss divides the sum of the samples' losses by; read if `per_sample` is true. If it is
+            None, the norms in the ledger are NaN
         """
         scale = values.scale
         losses = values.losses
@@ -137,7 +148,7 @@ class Adapter:
             losses = None if losses is None else losses * scale
             counts = scale if counts is None else counts * scale
             transforms = chain(SampleTransform("scale", "1/unit", lambda stats: scale), transforms)
-        if self.per_sample:
+        if self.per_sample and (transforms.transforms or denominator is not None):
             try:
                 results = backward(
                     values.loss,
@@ -145,7 +156,7 @@ class Adapter:
                     values.outputs,
                     transforms,
                     through,
-                    denominator=denominator,
+                    denominator=1 if denominator is None else denominator,
                     losses=losses,
                     counts=counts,
                     batch=batch,
@@ -156,6 +167,8 @@ class Adapter:
                 if self.chain.transforms:
                     raise
                 raise norms_only_recorded(error) from None
+            if denominator is None:
+                results = BackwardResult(replace(results.stats, raw_norms=torch.full_like(results.norms, torch.nan)))
         else:
             run_pass(through, values.loss, retain_graph)
             results = without_norms(values.samples, values.loss.device, losses, counts)

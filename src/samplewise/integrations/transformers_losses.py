@@ -44,14 +44,15 @@ class KnownLosses(NamedTuple):
 
 
 def known_losses(
-    outputs: Any, batch: Mapping[str, Any], *, shifted: bool, smoothing: float, problem_type: str | None
+    outputs: Any, batch: Mapping[str, Any], *, shifted: bool, smoothing: float, config: Any
 ) -> KnownLosses | None:
     """Losses of the samples; None if the task is not known from the outputs and the labels.
 
     shifted: the logits at a position predict the label at the next one, as in a causal language model
     smoothing: label smoothing of the cross-entropy
-    problem_type: that of the model's configuration, which distinguishes regression from multi-label classification
+    config: that of the model; its problem_type distinguishes regression from multi-label classification
     """
+    problem_type = getattr(config, "problem_type", None)
     named = outputs if isinstance(outputs, Mapping) else {}
     if isinstance(named.get("log_probs"), Tensor) and isinstance(named.get("label_mask"), Tensor):  # TRL
         counts = named["label_mask"].reshape(len(named["label_mask"]), -1).sum(1)
@@ -68,7 +69,14 @@ def known_losses(
         return _classes(logits, labels, smoothing)
     if logits.dim() == 3 and labels.dim() == 2 and len(labels) == len(logits):
         return _tokens(logits, labels, shifted, smoothing)
+    if logits.dim() == 4 and labels.dim() == 3 and len(labels) == len(logits) and logits.shape[1] > 1:
+        return _pixels(logits, labels, ignored_label(labels, config))
     return None
+
+
+def ignored_label(labels: Tensor, config: Any) -> int:
+    """Label that is left out of the loss: -100, or that of a model for semantic segmentation."""
+    return getattr(config, "semantic_loss_ignore_index", IGNORE_INDEX) if labels.dim() == 3 else IGNORE_INDEX
 
 
 def _has_rows(value: Any) -> bool:
@@ -112,6 +120,20 @@ def _tokens(logits: Tensor, labels: Tensor, shifted: bool, smoothing: float) -> 
     return KnownLosses(torch.stack(losses), labels.ne(IGNORE_INDEX).sum(1).to(logits.dtype))
 
 
+def _pixels(logits: Tensor, labels: Tensor, ignored: int) -> KnownLosses:
+    """Sums over pixels. Models for semantic segmentation have logits of a lower resolution than that of the labels."""
+    logits = F.interpolate(logits, size=labels.shape[1:], mode="bilinear", align_corners=False)
+    losses = F.cross_entropy(logits, labels.long(), ignore_index=ignored, reduction="none")
+    return KnownLosses(losses.flatten(1).sum(1), labels.ne(ignored).flatten(1).sum(1).to(logits.dtype))
+
+
+def auxiliary_loss(outputs: Any, model: Any) -> Tensor | float:
+    """What a model with experts adds to the loss of the samples: the load balancing loss of its routers."""
+    auxiliary = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+    coefficient = getattr(getattr(model, "config", None), "router_aux_loss_coef", None)
+    return coefficient * auxiliary if isinstance(auxiliary, Tensor) and coefficient else 0.0
+
+
 class ModelLoss:
     """Loss function (model, batch) -> (losses, counts) for models of transformers, whose forward pass takes the entries
     of the batch by name and computes the loss of the batch itself.
@@ -130,9 +152,8 @@ class ModelLoss:
                 "such dicts from the dataset, or write a loss function (model, batch) -> losses."
             )
         outputs = model(**{key: value for key, value in batch.items() if key != "id"})
-        problem_type = getattr(model.config, "problem_type", None)
         for shifted in (False, True) if self._shifted is None else (self._shifted,):
-            samples = known_losses(outputs, batch, shifted=shifted, smoothing=0.0, problem_type=problem_type)
+            samples = known_losses(outputs, batch, shifted=shifted, smoothing=0.0, config=model.config)
             if samples is None:
                 break
             counts = torch.ones_like(samples.losses) if samples.counts is None else samples.counts

@@ -1,143 +1,230 @@
-"""Denominators of the loss, so that an update is the mean over all samples or tokens of the accumulated batches.
+"""Denominators of the loss: what the loss of a batch divides the sum of its samples' losses by.
 
 The Trainer expects that a model whose forward takes **kwargs divides its loss by `num_items_in_batch`, the number of
-labels in all accumulated batches. Many heads ignore that argument and return the mean over one batch; their updates
-would be too large by the number of accumulated batches. Whether a loss depends on it is found out by comparing.
+labels in all accumulated batches. Many heads ignore that argument and return the mean over the labels of one batch,
+others the mean over its samples, or a sum. Which of them is found out in the first step.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from typing import Any
+from collections.abc import Callable
+from math import inf
+from numbers import Real
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from samplewise.core.losses import IGNORE_INDEX
-from samplewise.core.state import snapshot
+from samplewise.integrations.huggingface.units import (
+    ITEMS,
+    LABELS,
+    SAMPLES,
+    SUM,
+    UnitProbe,
+    number_of_samples,
+    weighs_classes,
+)
+from samplewise.integrations.transformers_losses import ignored_label
 from samplewise.parallel import collectives
 
-METRICS = ("_metrics", "_total_train_tokens")  # attributes that compute_loss of TRL changes
+Denominator = float | Literal["samples", "labels"] | Callable[[Any], float]
 
 logger = logging.getLogger("samplewise")
 
 
 class Denominators:
-    """Denominators of the loss of a trainer, for its accumulated batches."""
+    """Denominators of the loss of a trainer, for its accumulated batches.
 
-    def __init__(self, trainer: Any):
+    denominator: that of `PerSample`; None: found out in the first step
+    unit: ITEMS if the loss is divided by num_items_in_batch; LABELS or SAMPLES if it is the mean over those of one
+    batch; SUM; None if it is none of them, or not yet known
+    """
+
+    def __init__(self, trainer: Any, denominator: Denominator | None = None):
+        _check_denominator(denominator)
         self.trainer = trainer
-        self._items: list[Tensor | int] = []  # of each accumulated batch, on this rank
+        self.denominator = denominator
+        self.unit: str | None = None
+        self.shifted: bool | None = None  # logits predict the next label; None: as the Trainer assumes
+        self.batch_first = True  # the first dimension of an output of the model is the batch
+        self.losses_differ = False  # those of per_sample_losses do not add up to the loss
+        self._decided = False
+        self._depends_on_items: bool | None = None  # None: as the Trainer assumes
+        self._uniform = False  # a mean over samples may be one over labels: so far all samples had the same number
+        self._class_weights: bool | None = None  # None: not yet searched for
+        self._trainer_ranks = 1  # factor of the Trainer for a loss that is divided by the items of all ranks
+        self._batches: list[Any] = []  # of the open accumulation window
         self._total: float | None = None
 
     def start_window(self, batches: list[Any]) -> None:
-        """Count the items of the batches that are accumulated for the next update."""
-        self._items = [self._count(batch) for batch in batches]
+        """Set the batches that are accumulated for the next update."""
+        self._batches = batches
         self._total = None
 
-    def prepare(self, model: nn.Module, inputs: Any, num_items: Any) -> bool:
-        """True if the loss is divided by `num_items_in_batch`; False if it is the mean over one batch.
+    # --- unit --------------------------------------------------------------------------------------------------------
 
-        The first call compares, if it makes a difference, and sets the attributes of the trainer accordingly.
+    def prepare(self, model: nn.Module, inputs: Any, num_items: Any, *, losses: bool, norms: bool) -> Any:
+        """Find out the unit in the first step, if it changes the update, or if losses or norms of samples are used.
+
+        Returns the number of items for compute_loss: None if its result is not divided by it.
         """
-        trainer = self.trainer
-        if trainer.loss_is_scaled_for_ga is None and self._undecided(num_items):
-            depends = False if num_items is None else depends_on_items(trainer, model, inputs, num_items)
-            if depends:
-                trainer.loss_is_scaled_for_ga = True
-            elif depends is False:
-                trainer.loss_is_scaled_for_ga = False
-                trainer.model_accepts_loss_kwargs = False
+        several = self._several
+        if not self._decided and (several or losses or norms):
+            expected = several and self._trainer_scales(num_items)
+            batch = next((batch for batch in self._batches if not self._same_counts(batch)), inputs)
+            singly = several or (norms and self.denominator is None)
+            probe = UnitProbe(self.trainer, model, batch, num_items)
+            self._decide(probe, singly)
+            if expected and probe.valid and not self._scaled(num_items) and self._constant is None:
                 logger.warning(
                     "The loss of %s does not depend on num_items_in_batch, although the Trainer expects that it is "
                     "divided by it. It is divided here, so that an update is the mean over all accumulated samples.",
-                    type(trainer.accelerator.unwrap_model(trainer.model)).__name__,
+                    type(self.trainer.accelerator.unwrap_model(self.trainer.model)).__name__,
                 )
-        if trainer.loss_is_scaled_for_ga is not None:
-            return bool(trainer.loss_is_scaled_for_ga)
-        return num_items is not None
+        elif norms and self._uniform and collectives.all_reduce_scalars(not self._same_counts(inputs))[0]:
+            unit = self.unit
+            self._decide(UnitProbe(self.trainer, model, inputs, num_items), True)
+            self.unit = unit if self.unit == unit or not self._decided else None
+            self._decided = True
+        return num_items if not several or self._constant is not None or self._scaled(num_items) else None
 
-    def _undecided(self, num_items: Any) -> bool:
-        """True if the Trainer expects a scaled loss, and another loss would give another update."""
-        trainer = self.trainer
-        several = trainer.args.gradient_accumulation_steps > 1 or self._ranks() > 1
-        expected = (
-            trainer.model_accepts_loss_kwargs and num_items is not None
-        ) or trainer.compute_loss_func is not None
-        return several and expected
+    def _decide(self, probe: UnitProbe, singly: bool) -> None:
+        """Compare the loss with those of the samples, known from the outputs or, if `singly`, computed one by one."""
+        shifted, self.unit = probe.known_unit()
+        self._decided = probe.valid
+        self.batch_first = probe.batch_first
+        if not probe.valid:
+            return
+        self._depends_on_items = self.unit == ITEMS
+        self.losses_differ = self.unit is None and self.denominator is None
+        if self.unit is not None:
+            self.shifted = shifted
+        elif singly:
+            self.unit, self._depends_on_items = probe.unit_of_single_losses()
+        if self._several and getattr(self.trainer, "loss_is_scaled_for_ga", None) and self.unit != ITEMS:
+            self.unit = None  # divided by a number that only compute_loss knows
+        if probe.num_items is not None and self._ranks() > 1:
+            self._trainer_ranks = probe.factor_of_ranks()
+        same = collectives.all_reduce_scalars(self._same_counts(probe.batch))[0] == collectives.size()
+        self._uniform = same and self.unit in (LABELS, SAMPLES)
 
-    def of_batch(self, inputs: Any, num_items: Any, scaled: bool) -> tuple[float, float]:
-        """Factor that corrects the loss of one batch, and the denominator of its samples' losses after that.
+    def read_graph(self, loss: Tensor) -> None:
+        """In the first step, look for class weights, whose sum a mean is divided by."""
+        if self._class_weights is None and self.unit in (LABELS, SAMPLES):
+            self._class_weights = weighs_classes(loss)
+            self.unit = None if self._class_weights else self.unit
+
+    @property
+    def unknown(self) -> bool:
+        """True if the loss was compared, and has no unit."""
+        return self.denominator is None and self._decided and self.unit is None
+
+    # --- one batch ---------------------------------------------------------------------------------------------------
+
+    def of_batch(self, inputs: Any, num_items: Any) -> tuple[float, float | None]:
+        """Factor that corrects the loss of one batch, and the denominator of its samples' losses after that; None if
+        it is unknown.
+
+        num_items: as returned by `prepare`
 
         A loss that is the mean over a batch has been divided by the number of accumulated batches, which is not exact
-        if they differ in size. The gradients of the ranks are averaged.
+        if they differ in size. A sum stays as it is. The gradients of the ranks are averaged.
         """
-        ranks = self._ranks()
-        total = float(num_items) if scaled and num_items is not None else self._window_total()
-        total = max(total, 1.0)
+        divided = 1 if self._trainer_scales(num_items) else self.trainer.current_gradient_accumulation_steps
+        if self._constant is not None:
+            multiplied = 1 if num_items is None else self._trainer_ranks
+            return 1.0, self._constant * divided / multiplied
+        scaled = self._scaled(num_items)
+        ranks = self._trainer_ranks if scaled else self._ranks()
         factor = 1.0
-        if not scaled:
-            factor = self.trainer.current_gradient_accumulation_steps * ranks * float(self._count(inputs)) / total
-        labels = inputs.get("labels")
-        values = 1  # of the label of a sample; 1 for class indices, whose loss is the sum over the tokens of a sample
-        if isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() > 1:
-            values = max(labels[0].numel(), 1)  # regression and multi-label: the loss of a sample is a mean over them
-        return factor, total / ranks / values
+        if scaled and num_items is not None and self.denominator is None:
+            total = max(float(num_items), 1.0) / _values_per_sample(inputs)
+        else:
+            total = self._window_total() or 1.0
+            factor = factor if scaled else divided * ranks * float(self._count(inputs)) / total
+        return factor, None if self.unknown else total / ranks
+
+    @property
+    def _constant(self) -> float | None:
+        """Denominator that does not depend on the batch: 1 for a sum; None if there is none."""
+        if self.denominator is None:
+            return 1.0 if self.unit == SUM else None
+        return float(self.denominator) if isinstance(self.denominator, Real) else None
+
+    @property
+    def _several(self) -> bool:
+        """True if an update has several batches, in time or on several ranks."""
+        return self.trainer.args.gradient_accumulation_steps > 1 or self._ranks() > 1
+
+    def _scaled(self, num_items: Any) -> bool:
+        """True if the loss of a batch is its part of the loss of all accumulated batches."""
+        declared = getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        if declared is not None:
+            return bool(declared)
+        return self._trainer_scales(num_items) if self._depends_on_items is None else self._depends_on_items
+
+    def _trainer_scales(self, num_items: Any) -> bool:
+        """True if the Trainer takes the loss for such a part, and does not divide it by the number of batches."""
+        trainer = self.trainer
+        declared = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+        if declared is not None:
+            return bool(declared)
+        return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
     def _ranks(self) -> int:
         """Number of ranks over which the items are counted."""
         args = self.trainer.args
         return int(args.world_size) if args.average_tokens_across_devices else 1
 
-    def _window_total(self) -> float:
-        """Items of all accumulated batches, of all ranks over which they are counted."""
-        if self._total is None:
-            here = float(sum(self._items))
-            self._total = collectives.all_reduce_scalars(here)[0] if self._ranks() > 1 else here
-        return self._total
+    # --- counts ------------------------------------------------------------------------------------------------------
 
-    def _count(self, batch: Any) -> Tensor | int:
-        """Number of labels of a batch, without ignored ones; its number of rows if it has no labels."""
-        counts = self.counts(batch)
-        if counts is not None:
-            return counts.sum()
-        labels = batch.get("labels")
-        if isinstance(labels, Tensor) and labels.dim():
-            return labels.numel()
-        return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
+    @property
+    def shifts(self) -> bool:
+        """True if the logits at a position predict the label at the next one."""
+        return getattr(self.trainer, "_loss_shifts_labels", False) if self.shifted is None else self.shifted
 
     def counts(self, batch: Any) -> Tensor | None:
         """(B,) numbers of labels of each sample, without ignored ones; None if they are not class indices."""
         labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.is_floating_point():
             return None
-        if "shift_labels" not in batch and getattr(self.trainer, "_loss_shifts_labels", False):
+        if "shift_labels" not in batch and labels.dim() > 1 and self.shifts:
             labels = labels[..., 1:]
-        return labels.ne(IGNORE_INDEX).reshape(len(labels), -1).sum(1)
+        ignored = ignored_label(labels, getattr(self.trainer.model, "config", None))
+        return labels.ne(ignored).reshape(len(labels), -1).sum(1)
+
+    def _same_counts(self, batch: Any) -> bool:
+        """True if all samples of a batch have the same number of labels, more than one."""
+        counts = self.counts(batch)
+        return counts is not None and bool((counts == counts[0]).all() & (counts[0] > 1))
+
+    def _window_total(self) -> float:
+        """Denominator of all accumulated batches, of all ranks over which they are counted."""
+        if self._total is None:
+            here = float(sum(self._count(batch) for batch in self._batches))
+            self._total = collectives.all_reduce_scalars(here)[0] if self._ranks() > 1 else here
+        return self._total
+
+    def _count(self, batch: Any) -> Tensor | float:
+        """What the loss of a batch divides by if it is a mean: its number of labels, if it has any, or of samples."""
+        if callable(self.denominator):
+            return self.denominator(batch)
+        counts = None if (self.denominator or self.unit) == SAMPLES else self.counts(batch)
+        return number_of_samples(batch) if counts is None else counts.sum()
 
 
-def depends_on_items(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:
-    """True if the loss of a batch changes with `num_items_in_batch`; None if it is zero or not finite.
-
-    It is computed twice without a graph. Random state, buffers and metrics are restored, and all ranks agree.
-    """
-    once, twice = collectives.all_reduce_scalars(
-        _loss(trainer, model, inputs, num_items), _loss(trainer, model, inputs, 2 * num_items)
-    )
-    if not (abs(once) > 0 and abs(once) < torch.inf):
-        return None
-    return abs(twice - once) > 1e-3 * abs(once)
+def _values_per_sample(batch: Any) -> int:
+    """Number of values of the label of a sample, in regression and multi-label heads: its loss is a mean over them."""
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() > 1:
+        return max(labels[0].numel(), 1)
+    return 1  # class indices: the loss of a sample is the sum over its labels
 
 
-def _loss(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> float:
-    metrics = {name: copy.deepcopy(vars(trainer)[name]) for name in METRICS if name in vars(trainer)}
-    restore = snapshot(model)
-    try:
-        model.train()
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            prepared = trainer._prepare_inputs(copy.copy(inputs))
-            return float(trainer.compute_loss(model, prepared, num_items_in_batch=num_items))
-    finally:
-        restore()
-        vars(trainer).update(metrics)
+def _check_denominator(denominator: Any) -> None:
+    number = isinstance(denominator, Real) and 0 < float(denominator) < inf
+    if not (denominator is None or number or denominator in (SAMPLES, LABELS) or callable(denominator)):
+        raise ValueError(
+            "denominator must be a positive number, 'samples', 'labels' or a function of a batch; found "
+            f"{denominator!r}."
+        )

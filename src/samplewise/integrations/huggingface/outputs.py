@@ -82,17 +82,26 @@ def before_fused_head(model: Any) -> Any:
     return model
 
 
-def per_sample_outputs(forward: Sequence[Any], rows: int) -> list[Tensor]:
+def per_sample_outputs(forward: Sequence[Any], rows: int, batch_first: bool = True) -> list[Tensor]:
     """Tensors (B, ...) among the outputs of the forward passes that are attached to the graph; B is `rows`.
+
+    batch_first: False if tensors with as many rows are (T, B, ...), because a smaller batch has the same number T.
 
     If one of them was computed from another one, the engine uses that which is closer to the loss.
     """
     attached = [
         z for output in forward for z in leaves(output) if isinstance(z, Tensor) and z.requires_grad and z.dim()
     ]
-    outputs = [z for z in attached if len(z) == rows]
+    outputs = [z for z in attached if len(z) == rows and batch_first]
     if outputs:
         return outputs
+    second = next((z for z in attached if z.dim() > 1 and z.shape[1] == rows), None)
+    if second is not None:
+        raise GraphError(
+            f"the model must return outputs whose first dimension is the batch of {plural(rows, 'sample')}; found "
+            f"shape {tuple(second.shape)}, whose second dimension is. Return logits.transpose(0, 1) from the model, "
+            "and compute the loss from it."
+        )
     shapes = ", ".join(str(tuple(z.shape)) for z in attached[:3])
     raise GraphError(
         f"the model must return an output with one row for each of the {plural(rows, 'sample')} of a batch, such as "

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from samplewise.engine.gradients import gradients
 from samplewise.errors import BatchError, DistributedError, GraphError, LossesError, SamplewiseError
 from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first, refuse_privacy
 from samplewise.integrations.huggingface.aggregates import Aggregates, check_aggregate
-from samplewise.integrations.huggingface.denominators import Denominators
+from samplewise.integrations.huggingface.denominators import Denominator, Denominators
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_columns, with_id_column
 from samplewise.integrations.huggingface.sentence_losses import SentenceLosses
-from samplewise.integrations.transformers_losses import KnownLosses, known_losses
+from samplewise.integrations.huggingface.units import number_of_samples
+from samplewise.integrations.transformers_losses import KnownLosses, auxiliary_loss, known_losses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import IdCollator, Indexed, split_entries
 from samplewise.privacy.privacy import Privacy
@@ -54,10 +56,14 @@ class PerSample(Base):
     those of `sw.Indexed`, or the column of the dataset named by Ledger(id=...). Checkpoints of the trainer contain its
     state, so that a resumed training continues it. A training from the start removes the rows of an earlier one in
     args.output_dir; in a directory given to the ledger, it is refused.
+    denominator: what the loss of a batch divides the sum of its samples' losses by: "samples", "labels", a number (1
+    for a sum) or a function of the batch. Default: found out in the first step, in which the loss of a few samples is
+    compared with those of the single samples. For another loss, such as a mean with class weights, bounds on norms are
+    refused and the norms in the ledger are NaN, unless it is given.
 
     Without transforms, training is bit-identical to that of the Trainer, with one exception: with gradient accumulation
-    or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches. Losses that
-    ignore `num_items_in_batch` are found in the first step and scaled accordingly.
+    or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches, if the loss
+    is a mean. Losses that ignore `num_items_in_batch` are found in the first step and scaled accordingly.
 
     The ledger shows which samples were trained on: with several ranks, Accelerate repeats some samples if the last
     batches of the ranks would differ in size. Not supported: DeepSpeed, DataParallel, FSDP version 1, context, sequence
@@ -67,6 +73,7 @@ class PerSample(Base):
 
     data_collator: Any  # of the Trainer
     _signature_columns: Any
+    _norms_unknown = False  # announced in the log
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -79,6 +86,7 @@ class PerSample(Base):
         ledger: Ledger | None = None,
         privacy: Privacy | None = None,
         aggregate: Per | None = None,
+        denominator: Denominator | None = None,
         **kwargs: Any,
     ):
         refuse_privacy(privacy, "the Hugging Face Trainer")
@@ -87,7 +95,7 @@ class PerSample(Base):
         check_aggregate(self, aggregate)
         self._adapter = Adapter(checked_chain(transforms), ledger, aggregate)
         self._outputs_hook = OutputsHook()
-        self._denominators = Denominators(self)
+        self._denominators = Denominators(self, denominator)
         self._aggregates = Aggregates(aggregate, self._label_counts)
         self._sentence_losses = SentenceLosses(self)
         indexed = next((value for value in (*args, *kwargs.values()) if isinstance(value, Indexed)), None)
@@ -106,9 +114,9 @@ class PerSample(Base):
         return known_losses(
             outputs,
             batch,
-            shifted=getattr(self, "_loss_shifts_labels", False),
+            shifted=self._denominators.shifts,
             smoothing=self.args.label_smoothing_factor if self.label_smoother is not None else 0.0,
-            problem_type=getattr(getattr(self.model, "config", None), "problem_type", None),
+            config=getattr(self.model, "config", None),
         )
 
     # --- methods of the Trainer --------------------------------------------------------------------------------------
@@ -153,7 +161,8 @@ class PerSample(Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._denominators.start_window(batches)
+        extra = self._extra_columns()
+        self._denominators.start_window([split_entries(batch, extra)[0] for batch in batches])
         self._aggregates.start_window(batches)
         return batches, num_items
 
@@ -167,13 +176,19 @@ class PerSample(Base):
             )
         inputs, _ = split_entries(batch, self._extra_columns())
         self._ledger.start_step(self.state.global_step)
-        scaled = self._denominators.prepare(model, inputs, num_items_in_batch)
-        num_items = num_items_in_batch if scaled else None
+        num_items = self._denominators.prepare(
+            model,
+            inputs,
+            num_items_in_batch,
+            losses=self._adapter.per_sample or self._adapter.reads_losses,
+            norms=self._adapter.reads_norms,
+        )
         self._outputs_hook.watch(model, self.accelerator.unwrap_model)
         factors: list[float] = []
 
         def backward(loss: Tensor) -> None:
-            factor, denominator = self._denominators.of_batch(inputs, num_items, scaled)
+            self._denominators.read_graph(loss)
+            factor, denominator = self._denominators.of_batch(inputs, num_items)
             factors.append(factor)
             loss = loss if factor == 1 else loss * factor
             self._backward(loss, model, batch, denominator)
@@ -205,16 +220,16 @@ class PerSample(Base):
 
     # --- backward pass -----------------------------------------------------------------------------------------------
 
-    def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float) -> None:
+    def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float | None) -> None:
         """Backward pass of one batch, with transforms, and its results for the ledger."""
-        rows = _rows(batch, self._adapter.id_key)
+        rows = number_of_samples(batch, self._adapter.id_key)
         samples = self._sample_losses(loss, batch, denominator)
         outputs: list[Tensor] = []
         owners = None
         if self._adapter.per_sample and self._sentence_losses.exist:
             outputs, owners = self._sentence_losses.outputs(loss, model, self._outputs_hook.inner, batch, rows)
         elif self._adapter.per_sample:
-            outputs = per_sample_outputs(self._outputs_hook.inner, rows)
+            outputs = per_sample_outputs(self._outputs_hook.inner, rows, self._denominators.batch_first)
         values = BatchLoss(
             loss,
             outputs,
@@ -224,15 +239,44 @@ class PerSample(Base):
             columns=None if samples is None else samples.columns,
             owners=owners,
         )
-        values, denominator = self._aggregates.scaled(values, denominator, batch)
+        if denominator is None:
+            self._announce_unknown_unit(values, model)
+        else:
+            values, denominator = self._aggregates.scaled(values, denominator, batch)
         self._adapter.backward(values, model, self.accelerator, denominator, batch)
 
     def _label_counts(self, batch: Any) -> Tensor:
         """(B,) numbers of labels of each sample; 1 if they are not class indices."""
         counts = self._denominators.counts(batch)
-        return torch.ones(_rows(batch, self._adapter.id_key)) if counts is None else counts
+        return torch.ones(number_of_samples(batch, self._adapter.id_key)) if counts is None else counts
 
-    def _sample_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
+    def _announce_unknown_unit(self, values: BatchLoss, model: nn.Module) -> None:
+        """Raise LossesError if a transform reads norms, whose unit is unknown; otherwise log once that they are NaN."""
+        remedy = (
+            "Pass denominator= to the trainer: what the loss of a batch divides the sum of its samples' losses by, "
+            "'samples', 'labels', a number (1 for a sum) or a function of the batch, such as "
+            "lambda batch: weight[batch['labels']].sum() for class weights."
+        )
+        transforms = self._adapter.chain.samples.transforms
+        reader = next((t for t in transforms if "norms" in t.needs and t.reference is None), self._adapter.aggregate)
+        if reader is not None:
+            if values.outputs:
+                gradients(
+                    values.loss, model, outputs=values.outputs, samples=values.owners
+                ).norms()  # its errors come first
+            raise LossesError(
+                f"{reader} must get the gradients of the samples' own losses; found that the loss of the trainer is "
+                f"neither a mean over samples or labels nor a sum. {remedy}"
+            )
+        if self._adapter.reads_norms and not self._norms_unknown:
+            self._norms_unknown = True
+            logger.warning(
+                "The ledger has no norms: the loss of the trainer is neither a mean over samples or labels nor a sum. "
+                "%s",
+                remedy,
+            )
+
+    def _sample_losses(self, loss: Tensor, batch: Any, denominator: float | None) -> KnownLosses | None:
         """Losses of the samples, checked against the loss of the trainer; None if they are not known or not read."""
         forward = self._outputs_hook.outputs
         if not forward or not (self._adapter.reads_losses or self._aggregates.unverified):
@@ -241,6 +285,9 @@ class PerSample(Base):
             samples = self.per_sample_losses(forward[0], batch)
             if samples is None:
                 return None
+            loss = loss - auxiliary_loss(forward[0], self.model)
+            if denominator is None or self._denominators.losses_differ:
+                denominator = torch.nan
             samples = samples.checked(loss, denominator)
         reader = next((t for t in self._adapter.chain.samples.transforms if "losses" in t.needs), None)
         if reader is not None and bool(samples.losses.isnan().any()):
@@ -271,17 +318,6 @@ def _replace_backward(accelerator: Any, backward: Callable[[Tensor], None]) -> I
         yield
     finally:
         restore()
-
-
-def _rows(batch: Any, id_key: Any) -> int:
-    """Number of samples of a batch: of its ids, or of its first tensor."""
-    for key in (id_key, "labels", "input_ids", "pixel_values"):
-        if key in batch:
-            return len(batch[key])
-    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
-    if not tensors:
-        raise BatchError("a batch must hold tensors with one row per sample; found none.")
-    return len(tensors[0])
 
 
 # --- refused settings -------------------------------------------------------------------------------------------------
@@ -325,7 +361,7 @@ def check_supported(trainer: Any) -> None:
             GraphError,
         )
     for cls in type(trainer).__mro__:
-        if cls.__module__.startswith("trl.") and cls.__name__ not in ("SFTTrainer", "_BaseTrainer"):
+        if cls.__module__.startswith("trl.") and cls.__name__ not in ("SFTTrainer", "_BaseTrainer", "BaseTrainer"):
             raise _unsupported(
                 f"{cls.__name__}, whose loss compares or generates several rows per sample", "Use trl.SFTTrainer"
             )
