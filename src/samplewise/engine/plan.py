@@ -51,6 +51,8 @@ Quantity = Callable[[PerSampleGrad, str], Any]
 
 # Rows with at most this fraction of the elements of the gradient that they were computed from are kept in any case.
 FEW_ROWS = 0.25
+# Layers with frozen weights that can only be verified by a pass with weights are verified once in so many passes.
+TURN = 16
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
@@ -113,7 +115,7 @@ class Plan:
     proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     claims: list[Claim]  # that the ownership depends on, to be verified in each graph
     functions: list[Claim]  # as before, about Python functions: to be verified during a pass
-    recomputed: bool  # the ownership is to be verified by a pass with weights in each graph
+    recomputed: list[int]  # nodes that the ownership depends on, to be verified by a pass with weights
     derivation: int  # see `Ownership`
     has_functions: bool  # True if there are Python Functions at the cut or below it
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
@@ -125,7 +127,24 @@ class Plan:
     verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
     by_passes: set[object] = field(default_factory=set)  # places of hooks that are verified by passes with weights
+    frozen: list[int] = field(default_factory=list)  # Python functions that keep frozen weights, such as quantized layers
+    verified_passes: int = 0  # passes in which no claim about a function was refuted
     cause: str = "samples do not own the gradients as was derived"  # why the whole graph was probed, if it was
+
+    # Layers with frozen weights do the same in each step, and a second call of each of them would take as long as a
+    # backward pass: the first pass verifies all of them, and each later one another one.
+
+    @property
+    def functions_to_verify(self) -> list[Claim]:
+        """Claims about Python functions that the next pass verifies."""
+        if not self.frozen or not self.verified_passes:
+            return self.functions
+        turn = self.frozen[self.verified_passes % len(self.frozen)]
+        return [claim for claim in self.functions if claim.node == turn or claim.node not in self.frozen]
+
+    def are_due(self, nodes: list[int]) -> bool:
+        """True if the next pass verifies these nodes by another pass, with weights."""
+        return bool(nodes) and (self.verified_passes % TURN == 0 or not set(nodes) <= set(self.frozen))
 
     def explain(self, name: str, grad: PerSampleGrad) -> ExplainRow:
         """Line of `explain` for one parameter."""
