@@ -22,6 +22,7 @@ from samplewise.core.text import plural
 from samplewise.engine.arguments import wide_dtype
 from samplewise.engine.deferred_checks import is_traced, read_at_once
 from samplewise.engine.generic import as_gradient
+from samplewise.engine.graph.compiled import is_compiled, make_repeatable
 from samplewise.engine.graph.graph import (
     Edge,
     Node,
@@ -244,6 +245,8 @@ def _consumers(loss: Tensor, stops: Mapping[Edge, Stop], wanted: Mapping[str, Te
     visited = set(stack)
     while stack:
         node = stack.pop()
+        if is_compiled(node):
+            make_repeatable(node)
         if is_accumulate_grad(node) and id(node.variable) in names:
             bypassed.append(names[id(node.variable)])
         for position, (child, slot) in enumerate(node.next_functions):
