@@ -25,7 +25,7 @@ from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS, StackedGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, is_python_function, numel
 from samplewise.engine.graph.hook_registry import may_have_hooks
-from samplewise.engine.graph.saved import SavedTensorReader, Versions
+from samplewise.engine.graph.saved import SavedTensorReader, Versions, block_of
 from samplewise.engine.graph.structure import once
 from samplewise.engine.ownership.cut import Cut
 from samplewise.engine.ownership.local_probe import Claim
@@ -41,6 +41,7 @@ from samplewise.engine.parameter_side import (
     paths_to_leaves,
     reads_of,
 )
+from samplewise.engine.row_calls import RowCalls
 from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.rule_input import Operand
 from samplewise.engine.slow_paths import warn_if_slow
@@ -187,8 +188,9 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
     # Rules for the gradients of operands, of nodes whose saved tensors are read by other rules in any case.
     operand_rules = {at: OPERAND_RULES[name] for at, name in operations.items() if name in OPERAND_RULES}
     operand_rules = {at: rule for at, rule in operand_rules.items() if set(rule.reads) <= set(reads[at])}
+    replaceable = [at for at in operands if at in operand_rules or is_python_function(graph.nodes[at])]
     return Plan(
-        stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in operand_rules]),
+        stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in replaceable]),
         operands=operands,
         reads={at: tuple(names) for at, names in reads.items()},
         uses=uses,
@@ -292,6 +294,8 @@ class GradBuilder:
         self._small: dict[str, DenseGrad] = {}  # to be packed after the pass
         # No batches in a sharded model: its hooks would get the tensors of torch.vmap.
         self._verdicts = None if graph.sharded else plan.verdicts
+        self._of_rows: dict[int, dict[int, PerSampleGrad]] = {}  # of Python functions, by node and operand
+        self.operands_of_functions: dict[int, dict[int, Tensor]] = {}  # gradients of activations, by node and operand
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
         self.versions = Versions()  # version counters of the tensors that representations refer to
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
@@ -353,13 +357,19 @@ class GradBuilder:
                 if not (isinstance(grad, DenseGrad) and grad.is_apart_from(tensors)):
                     self.versions.record(tensors)
                     break
+        if at in self.operands_of_functions:
+            return partial(self.operands_of_functions.get, at)
         of_operands = self.plan.operand_rules.get(at)
         return partial(of_operands.gradients, use) if of_operands is not None and gradients else None
 
     def _convert_without_rule(self, use: Use, at: int) -> PerSampleGrad:
         """Representation of an operand from calls of the operation's own backward."""
         generic = GenericGrad(use, self.differentiable, self._verdicts, (at, use.operand))
-        grad = generic.broadcast() or generic
+        grad = generic.broadcast()
+        if grad is None and is_python_function(use.node):
+            grad = self._row_grads(at, use).get(use.operand)
+        if grad is not None:
+            return grad
         if is_python_function(use.node):
             self._check_linear(generic, self.plan.operations[at])
             if not supports_batches(use.node):
@@ -369,7 +379,33 @@ class GradBuilder:
                     f"{self.graph.samples} calls of it in each step",
                     "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",
                 )
-        return grad
+        return generic
+
+    def _row_grads(self, at: int, use: Use) -> dict[int, PerSampleGrad]:
+        """Representations of the parameters of a Python function from calls with the rows of each sample, by position;
+        none if this is not possible.
+        """
+        if at not in self._of_rows:
+            self._of_rows[at] = {}
+            apart = self._verdicts is not None and self.graph.samples > 1 and block_of(use.node) is None
+            if apart and not (self.differentiable or is_traced(self.graph.losses)):
+                assert self._verdicts is not None
+                operands = {plan.operand.position: plan.operand for plan in self.plan.operands[at]}
+                reached = [position for position, key in enumerate(self.graph.reach.operands[at]) if key is not None]
+                activations = [position for position in reached if position not in operands]
+                calls = RowCalls(
+                    use.node, use.gradients, use.owner_maps, list(operands), activations, self._verdicts, at
+                )
+                whole = {
+                    position: GenericGrad(
+                        Use(use.node, operand, use.gradients, use.saved), False, self._verdicts, (at, position)
+                    )
+                    for position, operand in operands.items()
+                }
+                self._of_rows[at] = calls.grads(whole)
+                if calls.operands:
+                    self.operands_of_functions[at] = calls.operands
+        return self._of_rows[at]
 
     def _carry(self, operand_plan: OperandPlan, route: Route, grad: PerSampleGrad) -> PerSampleGrad | None:
         """Convert the representation of an operand into that of a parameter; None if this needs a `Pullback`."""

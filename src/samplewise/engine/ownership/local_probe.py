@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from samplewise.engine.generic import as_gradient, call
+from samplewise.engine.generic import are_near, as_gradient, call
 from samplewise.engine.graph.graph import FUSED_ATTENTION, Edge, Graph, Node, is_python_function, scalar
 from samplewise.engine.graph.hook_registry import remove_afterwards
 from samplewise.engine.graph.saved import block_of
@@ -245,11 +245,15 @@ def hold(claims: Sequence[Claim], graph: Graph) -> bool:
 
 
 class FunctionChecks:
-    """Verifies claims about Python functions in the backward passes of one graph."""
+    """Verifies claims about Python functions in the backward passes of one graph.
 
-    def __init__(self, graph: Graph, claims: Sequence[Claim]):
+    of_rows: gradients of operands, by node and position, that were computed from the rows of each sample alone
+    """
+
+    def __init__(self, graph: Graph, claims: Sequence[Claim], of_rows: Mapping[int, Mapping[int, Tensor]]):
         self.graph = graph
         self.claims = claims
+        self.of_rows = of_rows
         self.hold = True  # False as soon as a claim does not hold
 
     def watch(self) -> AbstractContextManager[None]:
@@ -266,6 +270,11 @@ class FunctionChecks:
         self, claim: Claim, operands: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
     ) -> None:  # autograd would take a returned value for other gradients
         graph = self.graph
+        if claim.node in self.of_rows:
+            for position, of_rows in self.of_rows[claim.node].items():
+                gradient = operands[position]
+                self.hold &= gradient is not None and are_near(gradient.detach().to(of_rows.dtype), of_rows)
+            return
         gradients_of_outputs = {slot: g.detach() for slot in claim.outputs if (g := outputs[slot]) is not None}
         sizes = torch.stack([claim.outputs[slot].sizes(g) for slot, g in gradients_of_outputs.items()]).sum(0)
         for weights in distinct_powers(graph, sizes, base=WIDE, digits=1):
