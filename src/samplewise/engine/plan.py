@@ -295,12 +295,15 @@ class GradBuilder:
         # No batches in a sharded model: its hooks would get the tensors of torch.vmap.
         self._verdicts = None if graph.sharded else plan.verdicts
         self._of_rows: dict[int, dict[int, PerSampleGrad]] = {}  # of Python functions, by node and operand
-        self.operands_of_functions: dict[int, dict[int, Tensor]] = {}  # gradients of activations, by node and operand
+        self._operands: dict[int, dict[int, Tensor]] = {}  # gradients of activations, by node and operand
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
         self.versions = Versions()  # version counters of the tensors that representations refer to
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
         # It reads tensors of checkpointed blocks during a pass, so that the pass can use them, too.
         self.recomputes = self._reader.recomputes
+        self.ordinary = False  # the pass computes the sums, too
+        # The pass may use gradients of operands that are computed here, see `backward_past`.
+        self._divides = len(plan.stops.segments) > 1 and not (differentiable or graph.sharded or self.recomputes)
 
     def add(self, at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
         """Convert the gradients (by output slot) of the node at position `at`. If the node need not be run, a function
@@ -357,8 +360,8 @@ class GradBuilder:
                 if not (isinstance(grad, DenseGrad) and grad.is_apart_from(tensors)):
                     self.versions.record(tensors)
                     break
-        if at in self.operands_of_functions:
-            return partial(self.operands_of_functions.get, at)
+        if self._operands.get(at):
+            return partial(self._operands.pop, at)
         of_operands = self.plan.operand_rules.get(at)
         return partial(of_operands.gradients, use) if of_operands is not None and gradients else None
 
@@ -381,6 +384,10 @@ class GradBuilder:
                 )
         return generic
 
+    def has_row_grads(self, at: int) -> bool:
+        """True if the backward of a Python function was called with the rows of each sample, and treats them apart."""
+        return bool(self._of_rows.get(at))
+
     def _row_grads(self, at: int, use: Use) -> dict[int, PerSampleGrad]:
         """Representations of the parameters of a Python function from calls with the rows of each sample, by position;
         none if this is not possible.
@@ -402,9 +409,10 @@ class GradBuilder:
                     )
                     for position, operand in operands.items()
                 }
-                self._of_rows[at] = calls.grads(whole)
-                if calls.operands:
-                    self.operands_of_functions[at] = calls.operands
+                self._of_rows[at] = calls.grads(
+                    whole, self.keep and not self.ordinary, self._divides and not self.ordinary
+                )
+                self._operands[at] = calls.operands
         return self._of_rows[at]
 
     def _carry(self, operand_plan: OperandPlan, route: Route, grad: PerSampleGrad) -> PerSampleGrad | None:

@@ -22,12 +22,13 @@ from samplewise.engine.generic import GenericGrad, Verdicts, are_near, as_gradie
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.kernels import flat_squared_norms, flatten_rows
-from samplewise.engine.graph.graph import Edge, Node, is_accumulate_grad
+from samplewise.engine.graph.graph import Edge, Node, is_accumulate_grad, numel
 from samplewise.engine.ownership.owner_map import OwnerMap
 from samplewise.engine.rules.rule_input import accumulable
 
 # Rows of up to this many elements are kept, so that a weighted sum needs no further call; of larger ones the norms.
-KEPT = 2**24
+KEPT = 2**26
+LARGE = 2**17  # elements of a parameter whose gradient takes longer to compute than those of two rows
 Rows = slice | Tensor  # of one or more samples
 Results = dict[int, Tensor]  # gradients of operands, by position
 
@@ -72,17 +73,19 @@ class RowCalls:
         attached = [position for position, child in enumerate(children) if child is not None]
         self._arguments = dict(zip(attached, of_operands, strict=False))
 
-    def grads(self, whole: Mapping[int, GenericGrad]) -> dict[int, PerSampleGrad]:
-        """Representations of the parameters, by position, and `operands`; none if the function does not treat rows
-        independently, or if they do not show it. `whole`: the same from calls with the rows of all samples.
+    def grads(self, whole: Mapping[int, GenericGrad], keep: bool, fill: bool) -> dict[int, PerSampleGrad]:
+        """Representations of the parameters, by position; none if the function does not treat rows independently, or
+        if they do not show it. `whole`: the same from calls with the rows of all samples. `keep`: rows are kept, if
+        they are not too large. `fill`: `operands` are computed, too.
         """
         if self.verdicts.get(self.key) is False or not self._find_rows():
             return {}
         try:
             if self._none_key not in self.verdicts:
                 self.verdicts[self._none_key] = self._takes_none()
-            grads = self._grads(whole) if self._are_independent() else {}
-            if grads and self.key not in self.verdicts and not self._are_verified(grads):
+            unverified = self.key not in self.verdicts
+            grads = self._grads(whole, keep, fill or unverified) if self._are_independent() else {}
+            if grads and unverified and not self._are_verified(grads):
                 grads = {}
         except Exception as error:  # the backward of a function may do anything with its rows
             if is_out_of_memory(error):
@@ -93,19 +96,20 @@ class RowCalls:
             self.operands = {}
         return grads
 
-    def _grads(self, whole: Mapping[int, GenericGrad]) -> dict[int, PerSampleGrad]:
+    def _grads(self, whole: Mapping[int, GenericGrad], keep: bool, fill: bool) -> dict[int, PerSampleGrad]:
         """Representations of the parameters; fills in `operands`."""
         kept: Results = {}
         squares: Results = {}
+        activations = self.activations if fill else ()
         for sample, of_sample in enumerate(self.rows):
-            results = self.call(of_sample, [*self.parameters, *self.activations])
-            for position in self.activations:
+            results = self.call(of_sample, [*self.parameters, *activations])
+            for position in activations:
                 if sample == 0:
                     self.operands[position] = self._edge(position).zeros()
                 self.operands[position][of_sample] = results[position]
             for position in self.parameters:
                 row = accumulable(results[position])
-                if self.samples * row.numel() <= KEPT:
+                if keep and self.samples * row.numel() <= KEPT:
                     if sample == 0:
                         kept[position] = row.new_empty(self.samples, *row.shape)
                     kept[position][sample] = row
@@ -187,7 +191,11 @@ class RowCalls:
         others = (self.owner != self.owner[first]) & (self.owner >= 0)
         pair = torch.stack([first, torch.where(others, sizes, -1).argmax()])
         weights = torch.tensor([1.0, -0.375], dtype=torch.float64, device=sizes.device)
+        # Gradients of a large parameter follow from the same values per row as those of the activations.
+        large = [position for position in self.parameters if numel(self._edge(position).shape) > LARGE]
         positions = [*self.parameters, *self.activations]
+        if self.activations:
+            positions = [position for position in positions if position not in large]
         together = self.call(pair, positions, weights)
         singles = [self.call(pair[k : k + 1], positions) for k in range(2)]
         for position in positions:

@@ -242,9 +242,10 @@ class BackwardStrategy:
         # A probe has computed these gradients already; a Function or hook may have changed them in place since.
         in_place = bool(graph.structure.functions) or (weighs and hooked)
         builder = self.make_builder(plan, graph, quantity, self.create_graph, keep, self.factors, in_place)
+        builder.ordinary = run is not None
         functions = None
         if plan.functions and not weighs and is_deterministic(graph):
-            functions = FunctionChecks(graph, plan.functions_to_verify, builder.operands_of_functions)
+            functions = FunctionChecks(graph, plan.functions_to_verify, builder.has_row_grads)
         if plan.gradients:
             probed = dict(plan.gradients)
             plan.gradients.clear()
