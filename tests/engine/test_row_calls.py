@@ -8,6 +8,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import row_calls
+from samplewise.errors import SamplesMayInteractWarning
 
 B, T, D, V = 4, 5, 6, 11
 
@@ -18,9 +19,9 @@ def slopes(x, weight, bias, labels):
 
 
 class Head(torch.autograd.Function):
-    """Losses and largest logits of rows (N, D), two rows at a time; no logits are kept. Counts the rows of each call."""
+    """Losses and largest logits of rows (N, D); the backward takes two rows at a time."""
 
-    calls: list[int] = []
+    calls = None  # list of the numbers of rows of each call
     change = None  # of the gradients in the backward pass
 
     @staticmethod
@@ -116,11 +117,27 @@ def test_losses_of_the_batch_through_the_losses_of_tokens():
         torch.testing.assert_close(stats.norms, sw.gradients(model(batch), model).norms())
 
 
+def test_the_remedy_for_hidden_states_as_outputs():
+    """A trained head is not below the hidden states: the message names it, and what it advises is exact."""
+    model = Model()
+    batch = tokens()
+    h = torch.tanh(model.layer(model.embedding(batch)))[:, :-1]
+    losses, _ = Head.apply(h.flatten(0, 1), model.weight, model.bias, batch[:, 1:].flatten(), 2.0)
+    losses = losses.view(B, T)
+    message = "Function 'Head' computes it from outputs and from 'weight', as a trained head that is fused with the "
+    with pytest.raises(sw.GraphError, match=message):
+        sw.gradients(losses.sum(), model, outputs=h)
+    norms = sw.gradients(losses.sum(), model, outputs=losses).norms()
+    torch.testing.assert_close(norms, sw.gradients(model(batch) * T, model).norms())
+    penalized = (losses.sum() + model.weight.square().sum(), losses)
+    with pytest.raises(sw.GraphError, match="depends on 'weight' on another path, as a penalty on weights"):
+        sw.gradients(penalized[0], model, outputs=penalized[1])
+
+
 # Functions that do not treat rows apart: one call of their backward per sample, or a refusal.
 CHANGES = {
     "number of rows": lambda of_x, of_weight, x: (of_x, of_weight / len(x)),
     "mean of the rows": lambda of_x, of_weight, x: (of_x, of_weight * x.mean()),
-    "order of the rows": lambda of_x, of_weight, x: (of_x, of_weight * torch.arange(V, dtype=x.dtype)[:, None] * len(x)),
 }
 
 
@@ -134,6 +151,16 @@ def test_rows_that_depend_on_each_other(change, later, monkeypatch):
     monkeypatch.setattr(Head, "change", CHANGES[change])
     for _ in range(2):
         assert_as_loop(model(tokens()), model)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_head_that_mixes_samples_is_noticed(later, monkeypatch):
+    model = Model(tied=True, both=later)  # another structure
+    if later:
+        assert_as_loop(model(tokens()), model)
+    monkeypatch.setattr(Head, "change", lambda of_x, of_weight, x: (of_x + of_x.mean(0), of_weight))
+    with pytest.warns(SamplesMayInteractWarning, match=r"Function 'Head' .* mixes samples"):
+        sw.gradients(model(tokens()), model).norms()
 
 
 def test_a_head_that_is_not_linear_is_refused(monkeypatch):

@@ -128,7 +128,7 @@ class Plan:
     verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
     by_passes: set[object] = field(default_factory=set)  # places of hooks that are verified by passes with weights
-    frozen: list[int] = field(default_factory=list)  # Python functions that keep frozen weights, such as quantized layers
+    frozen: list[int] = field(default_factory=list)  # Python functions with frozen weights: quantized layers
     verified_passes: int = 0  # passes in which no claim about a function was refuted
     cause: str = "samples do not own the gradients as was derived"  # why the whole graph was probed, if it was
 

@@ -207,9 +207,9 @@ class Graph:
                 hidden.update({leaves[child]: None for child in operands if child in leaves})
         if hidden:
             raise GraphError(
-                f"a function compiled with torch.compile must not contain trained parameters; found {listed(hidden)} in "
-                "one, which hides how they are used. Compute the losses with the uncompiled module "
-                "(model._orig_mod), or compile only functions of activations, such as an attention core."
+                "a function compiled with torch.compile must not contain trained parameters; found "
+                f"{listed(hidden)} in one, which hides how they are used. Compute the losses with the uncompiled "
+                "module (model._orig_mod), or compile only functions of activations, such as an attention core."
             )
         if any(issubclass(function, CheckpointFunction) for function in functions):
             raise GraphError(

@@ -93,8 +93,8 @@ def raise_graph_error(error: RuntimeError) -> None:
         raise GraphError(MODIFIED) from error
     if "donated buffer" in str(error):
         raise GraphError(
-            "the backward of a compiled function must be repeatable; found one that overwrites tensors in a checkpointed "
-            "block. Set torch._functorch.config.donated_buffer = False before it is compiled."
+            "the backward of a compiled function must be repeatable; found one that overwrites saved tensors, in a "
+            "checkpointed block. Set torch._functorch.config.donated_buffer = False before it is compiled."
         ) from error
     if "second time" in str(error) or "already been freed" in str(error):
         raise GraphError(

@@ -230,7 +230,7 @@ def with_frozen_weights(graph: Graph, positions: Iterable[int], constants: Const
     layers. They may keep it in an object that describes the quantization.
     """
     nodes = {at: graph.nodes[at] for at in positions if is_python_function(graph.nodes[at])}
-    reader = SavedTensorReader({node: ("tensors",) for node in nodes.values()})
+    reader = SavedTensorReader(dict.fromkeys(nodes.values(), ("tensors",)))
     for at, node in nodes.items():
         attributes = list(vars(node).values())
         inner = [value for state in attributes if hasattr(state, "__dict__") for value in vars(state).values()]
