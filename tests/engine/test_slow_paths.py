@@ -19,13 +19,13 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x.t(), weight)  # its first dimension is not that of the samples
         return x @ weight
 
     @staticmethod
     def backward(ctx, g):
-        x, weight = ctx.saved_tensors
-        return g @ weight.t(), x.t() @ g
+        columns, weight = ctx.saved_tensors
+        return g @ weight.t(), columns @ g
 
 
 class Rounded(torch.autograd.Function):

@@ -8,6 +8,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOTrainer, SFTConfig, SFTTrainer
+from trl.kernels import ChunkedLogProbFunction
 
 import samplewise as sw
 from samplewise.errors import GraphError, LossesError
@@ -124,12 +125,21 @@ def test_clipped_fine_tuning_equals_one_backward_pass_per_sample(adapters, optio
     assert any(row["weight"] < 1 for row in rows.values())
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-def test_a_trained_head_that_is_fused_is_announced_once(adapters, tmp_path, caplog):
-    sft(tmp_path, adapters=lora() if adapters else None, transforms=[sw.clip(1.0)]).train()
-    messages = [record.message for record in caplog.records if record.name == "samplewise"]
-    assert len(messages) == (not adapters)
-    assert all("TRL has fused the trained head of LlamaForCausalLM with the loss" in message for message in messages)
+def test_a_trained_head_that_is_fused_is_called_with_the_rows_of_each_sample(tmp_path, monkeypatch):
+    """Its backward never gets the rows of the whole batch after the first step, in which the calls are verified."""
+    rows = []
+    backward = ChunkedLogProbFunction.backward
+
+    def counted(ctx, *gradients):
+        rows.append(len(gradients[0]))
+        return backward(ctx, *gradients)
+
+    monkeypatch.setattr(ChunkedLogProbFunction, "backward", staticmethod(counted))
+    table = Dataset.from_dict({"text": [TEXTS[4]] * 8})
+    made = sft(tmp_path, data=sw.Indexed(table), options={"gradient_checkpointing": False}, transforms=[sw.clip(1.0)])
+    made.train()
+    tokens = len(TEXTS[4].split())
+    assert rows[-7:] == [2, 1, 1, *[tokens] * 4]
 
 
 def test_packing_is_refused(tmp_path):

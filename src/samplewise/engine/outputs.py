@@ -22,6 +22,7 @@ from samplewise.core.text import plural
 from samplewise.engine.arguments import wide_dtype
 from samplewise.engine.deferred_checks import is_traced, read_at_once
 from samplewise.engine.generic import as_gradient
+from samplewise.engine.graph.compiled import is_compiled, make_repeatable
 from samplewise.engine.graph.graph import (
     Edge,
     Node,
@@ -32,6 +33,7 @@ from samplewise.engine.graph.graph import (
 )
 from samplewise.engine.graph.hook_registry import foreign_hooks, remove_afterwards
 from samplewise.engine.graph.saved import graph_alive
+from samplewise.engine.graph.structure import children_below
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]
@@ -77,6 +79,7 @@ def parts_of_loss(
     with graph_alive():
         consumers, bypassed = _consumers(loss, stops, wanted)
         if bypassed and rest == "refuse":
+            _refuse_fused_head(loss, consumers, bypassed, wanted)
             _refuse_rest(bypassed)
         total: Tensor | None = None
         for edge, c in _gradients_at(loss, consumers).items():
@@ -244,6 +247,8 @@ def _consumers(loss: Tensor, stops: Mapping[Edge, Stop], wanted: Mapping[str, Te
     visited = set(stack)
     while stack:
         node = stack.pop()
+        if is_compiled(node):
+            make_repeatable(node)
         if is_accumulate_grad(node) and id(node.variable) in names:
             bypassed.append(names[id(node.variable)])
         for position, (child, slot) in enumerate(node.next_functions):
@@ -260,6 +265,24 @@ def _consumers(loss: Tensor, stops: Mapping[Edge, Stop], wanted: Mapping[str, Te
             "object that the model returned and the loss was computed from."
         )
     return consumers, sorted(bypassed, key=list(wanted).index)
+
+
+def _refuse_fused_head(
+    loss: Tensor, consumers: Consumers, bypassed: Sequence[str], wanted: Mapping[str, Tensor]
+) -> None:
+    """Raise GraphError if a Python function computes the loss, or a part of it, from outputs and from a parameter."""
+    names = {id(wanted[name]): name for name in bypassed}
+    ends = {edge.node for edge in consumers}
+    for node, children in children_below(edge_of(loss).node).items():
+        parameters = [child.variable for child, _ in children if child is not None and is_accumulate_grad(child)]
+        heads = [names[id(p)] for p in parameters if id(p) in names]
+        if heads and is_python_function(node) and ends & children_below(node).keys():
+            raise GraphError(
+                f"the whole loss must pass through outputs; found that {operation(node)} computes it from outputs and "
+                f"from {heads[0]!r}, as a trained head that is fused with the loss does. Pass the losses of tokens "
+                "that the function returns as outputs (reduction='none'), compute logits with an ordinary layer and "
+                "pass them, or freeze the head."
+            )
 
 
 def _refuse_rest(bypassed: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from samplewise.engine.grads.indexed import VIEWS
 from samplewise.engine.grads.stacked import StackedGrad
 from samplewise.engine.graph.graph import Edge, EdgeKey, Graph, is_python_function, numel
 from samplewise.engine.graph.hook_registry import may_have_hooks
-from samplewise.engine.graph.saved import SavedTensorReader, Versions
+from samplewise.engine.graph.saved import SavedTensorReader, Versions, block_of
 from samplewise.engine.graph.structure import once
 from samplewise.engine.ownership.cut import Cut
 from samplewise.engine.ownership.local_probe import Claim
@@ -42,6 +42,7 @@ from samplewise.engine.parameter_side import (
     paths_to_leaves,
     reads_of,
 )
+from samplewise.engine.row_calls import RowCalls
 from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.rule_input import Operand
 from samplewise.engine.slow_paths import warn_if_slow
@@ -52,6 +53,8 @@ Quantity = Callable[[PerSampleGrad, str], Any]
 
 # Rows with at most this fraction of the elements of the gradient that they were computed from are kept in any case.
 FEW_ROWS = 0.25
+# Layers with frozen weights that can only be verified by a pass with weights are verified once in so many passes.
+TURN = 16
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
@@ -114,7 +117,7 @@ class Plan:
     proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     claims: list[Claim]  # that the ownership depends on, to be verified in each graph
     functions: list[Claim]  # as before, about Python functions: to be verified during a pass
-    recomputed: bool  # the ownership is to be verified by a pass with weights in each graph
+    recomputed: list[int]  # nodes that the ownership depends on, to be verified by a pass with weights
     derivation: int  # see `Ownership`
     has_functions: bool  # True if there are Python Functions at the cut or below it
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
@@ -126,7 +129,24 @@ class Plan:
     verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
     by_passes: set[object] = field(default_factory=set)  # places of hooks that are verified by passes with weights
+    frozen: list[int] = field(default_factory=list)  # Python functions with frozen weights: quantized layers
+    verified_passes: int = 0  # passes in which no claim about a function was refuted
     cause: str = "samples do not own the gradients as was derived"  # why the whole graph was probed, if it was
+
+    # Layers with frozen weights do the same in each step, and a second call of each of them would take as long as a
+    # backward pass: the first pass verifies all of them, and each later one another one.
+
+    @property
+    def functions_to_verify(self) -> list[Claim]:
+        """Claims about Python functions that the next pass verifies."""
+        if not self.frozen or not self.verified_passes:
+            return self.functions
+        turn = self.frozen[self.verified_passes % len(self.frozen)]
+        return [claim for claim in self.functions if claim.node == turn or claim.node not in self.frozen]
+
+    def are_due(self, nodes: list[int]) -> bool:
+        """True if the next pass verifies these nodes by another pass, with weights."""
+        return bool(nodes) and (self.verified_passes % TURN == 0 or not set(nodes) <= set(self.frozen))
 
     def explain(self, name: str, grad: PerSampleGrad) -> ExplainRow:
         """Line of `explain` for one parameter."""
@@ -169,8 +189,9 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
     # Rules for the gradients of operands, of nodes whose saved tensors are read by other rules in any case.
     operand_rules = {at: OPERAND_RULES[name] for at, name in operations.items() if name in OPERAND_RULES}
     operand_rules = {at: rule for at, rule in operand_rules.items() if set(rule.reads) <= set(reads[at])}
+    replaceable = [at for at in operands if at in operand_rules or is_python_function(graph.nodes[at])]
     return Plan(
-        stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in operand_rules]),
+        stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in replaceable]),
         operands=operands,
         reads={at: tuple(names) for at, names in reads.items()},
         uses=uses,
@@ -274,11 +295,16 @@ class GradBuilder:
         self._small: dict[str, DenseGrad] = {}  # to be packed after the pass
         # No batches in a sharded model: its hooks would get the tensors of torch.vmap.
         self._verdicts = None if graph.sharded else plan.verdicts
+        self._of_rows: dict[int, dict[int, PerSampleGrad]] = {}  # of Python functions, by node and operand
+        self._operands: dict[int, dict[int, Tensor]] = {}  # gradients of activations, by node and operand
         self.not_linear: str | None = None  # a Python Function whose backward is not linear
         self.versions = Versions()  # version counters of the tensors that representations refer to
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
         # It reads tensors of checkpointed blocks during a pass, so that the pass can use them, too.
         self.recomputes = self._reader.recomputes
+        self.ordinary = False  # the pass computes the sums, too
+        # The pass may use gradients of operands that are computed here, see `backward_past`.
+        self._divides = len(plan.stops.segments) > 1 and not (differentiable or graph.sharded or self.recomputes)
 
     def add(self, at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
         """Convert the gradients (by output slot) of the node at position `at`. If the node need not be run, a function
@@ -335,13 +361,19 @@ class GradBuilder:
                 if not (isinstance(grad, DenseGrad) and grad.is_apart_from(tensors)):
                     self.versions.record(tensors)
                     break
+        if self._operands.get(at):
+            return partial(self._operands.pop, at)
         of_operands = self.plan.operand_rules.get(at)
         return partial(of_operands.gradients, use) if of_operands is not None and gradients else None
 
     def _convert_without_rule(self, use: Use, at: int) -> PerSampleGrad:
         """Representation of an operand from calls of the operation's own backward."""
         generic = GenericGrad(use, self.differentiable, self._verdicts, (at, use.operand))
-        grad = generic.broadcast() or generic
+        grad = generic.broadcast()
+        if grad is None and is_python_function(use.node):
+            grad = self._row_grads(at, use).get(use.operand)
+        if grad is not None:
+            return grad
         if is_python_function(use.node):
             self._check_linear(generic, self.plan.operations[at])
             if not supports_batches(use.node):
@@ -351,7 +383,38 @@ class GradBuilder:
                     f"{self.graph.samples} calls of it in each step",
                     "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",
                 )
-        return grad
+        return generic
+
+    def has_row_grads(self, at: int) -> bool:
+        """True if the backward of a Python function was called with the rows of each sample, and treats them apart."""
+        return bool(self._of_rows.get(at))
+
+    def _row_grads(self, at: int, use: Use) -> dict[int, PerSampleGrad]:
+        """Representations of the parameters of a Python function from calls with the rows of each sample, by position;
+        none if this is not possible.
+        """
+        if at not in self._of_rows:
+            self._of_rows[at] = {}
+            apart = self._verdicts is not None and self.graph.samples > 1 and block_of(use.node) is None
+            if apart and not (self.differentiable or is_traced(self.graph.losses)):
+                assert self._verdicts is not None
+                operands = {plan.operand.position: plan.operand for plan in self.plan.operands[at]}
+                reached = [position for position, key in enumerate(self.graph.reach.operands[at]) if key is not None]
+                activations = [position for position in reached if position not in operands]
+                calls = RowCalls(
+                    use.node, use.gradients, use.owner_maps, list(operands), activations, self._verdicts, at
+                )
+                whole = {
+                    position: GenericGrad(
+                        Use(use.node, operand, use.gradients, use.saved), False, self._verdicts, (at, position)
+                    )
+                    for position, operand in operands.items()
+                }
+                self._of_rows[at] = calls.grads(
+                    whole, self.keep and not self.ordinary, self._divides and not self.ordinary
+                )
+                self._operands[at] = calls.operands
+        return self._of_rows[at]
 
     def _carry(self, operand_plan: OperandPlan, route: Route, grad: PerSampleGrad) -> PerSampleGrad | None:
         """Convert the representation of an operand into that of a parameter; None if this needs a `Pullback`."""

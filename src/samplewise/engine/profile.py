@@ -302,8 +302,12 @@ def _cause_of_rule(last: _Round, operation: str) -> str:
             causes["rows of samples in an irregular order"] = None
         for operand_plan in plan.operands[at]:
             if operand_plan.rule is None and not operand_plan.empty:
-                batches = supports_batches(last.graph.nodes[at])
-                causes["no rule" if batches else "no rule, one call of its backward per sample"] = None
+                if plan.verdicts.get(("rows", at)):
+                    causes["no rule, calls of its backward with the rows of each sample"] = None
+                elif supports_batches(last.graph.nodes[at]):
+                    causes["no rule"] = None
+                else:
+                    causes["no rule, one call of its backward per sample"] = None
             if not all(
                 route.changing is not None and set(route.changing) <= VIEWS for route in operand_plan.branch.routes
             ):

@@ -42,6 +42,7 @@ from samplewise.engine.ownership.independence import (
     refuse_batch_norm,
     refuse_broadcast,
     sample_data,
+    with_frozen_weights,
 )
 from samplewise.engine.ownership.local_probe import FunctionChecks, hold
 from samplewise.engine.ownership.owner_map import Regular
@@ -120,8 +121,11 @@ class Planner:
         if self.interacting == "refuse":
             refuse_batch_norm(self.graph, self.modules)
             refuse_broadcast(self.graph)
-        cut = find_cut(self.graph, self._constants(), self.interacting)
+        constants = self._constants()
+        cut = find_cut(self.graph, constants, self.interacting)
         plan = make_plan(self.graph, cut)
+        functions = [*(claim.node for claim in plan.functions), *plan.recomputed]
+        plan.frozen = list(with_frozen_weights(self.graph, functions, constants))
         if cut.cause is not None:
             place = "" if cut.cause.node is None else place_of(self.graph, cut.cause.node, self.modules)
             plan.cause = cut.cause.text + place
@@ -230,16 +234,18 @@ class BackwardStrategy:
         # weights. Most graphs have neither: there is nothing to watch.
         hooked = may_have_hooks(graph)
         hooks = hook_checks(graph, plan, ordinary=run is not None) if hooked and watches else None
-        weighs = plan.recomputed or not watches or (hooked and hooks is None)
-        if graph.structure.functions and not (plan.proven and is_deterministic(graph)):
-            weighs = True
+        weighs = plan.are_due(plan.recomputed) or not watches or (hooked and hooks is None)
+        if not (plan.proven and is_deterministic(graph)):
+            weighs |= plan.are_due(graph.structure.functions)
         if weighs:
             hooks = None
-        functions = FunctionChecks(graph, plan.functions) if plan.functions and not weighs else None
-
         # A probe has computed these gradients already; a Function or hook may have changed them in place since.
         in_place = bool(graph.structure.functions) or (weighs and hooked)
         builder = self.make_builder(plan, graph, quantity, self.create_graph, keep, self.factors, in_place)
+        builder.ordinary = run is not None
+        functions = None
+        if plan.functions and not weighs and is_deterministic(graph):
+            functions = FunctionChecks(graph, plan.functions_to_verify, builder.has_row_grads)
         if plan.gradients:
             probed = dict(plan.gradients)
             plan.gradients.clear()
@@ -294,6 +300,7 @@ class BackwardStrategy:
             return None
         if builder.not_linear is not None:  # raised after the pass, which may be one of the caller
             raise NotLinearError(builder.not_linear)
+        plan.verified_passes += 1
         # Code of the caller that has run in the pass may have registered hooks, too.
         if (hooked or graph.structure.functions or run is not None) and may_have_hooks(graph):
             refuse_hooks_below_cut(plan, graph)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from samplewise.core.text import listed
+from samplewise.engine.graph.compiled import is_compiled, make_repeatable
 from samplewise.engine.graph.structure import ACCUMULATE_GRAD, Children, Reach, read_structure
 from samplewise.engine.graph.structure import EdgeKey as EdgeKey
 from samplewise.engine.graph.structure import Node as Node
@@ -197,10 +198,18 @@ class Graph:
     def check_readable(self) -> None:
         """Raise GraphError if the graph hides operations or contains none of the wanted parameters."""
         functions = [type(self.nodes[at])._forward_cls for at in self.structure.functions]
-        if any(function.__module__.startswith("torch._functorch.") for function in functions):
+        leaves = self.structure.leaves
+        hidden: dict[str, None] = {}  # names of the trained parameters of compiled functions
+        for at in self.structure.functions:
+            if is_compiled(self.nodes[at]):
+                make_repeatable(self.nodes[at])
+                operands = [child for child, _ in self.structure.records[at].operands]
+                hidden.update({leaves[child]: None for child in operands if child in leaves})
+        if hidden:
             raise GraphError(
-                "the graph must consist of single operations; found a region made by torch.compile, which hides them. "
-                "Compute the losses with the uncompiled module (model._orig_mod)."
+                "a function compiled with torch.compile must not contain trained parameters; found "
+                f"{listed(hidden)} in one, which hides how they are used. Compute the losses with the uncompiled "
+                "module (model._orig_mod), or compile only functions of activations, such as an attention core."
             )
         if any(issubclass(function, CheckpointFunction) for function in functions):
             raise GraphError(

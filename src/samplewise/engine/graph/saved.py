@@ -91,6 +91,11 @@ def raise_graph_error(error: RuntimeError) -> None:
     """Raise GraphError if `error` is autograd's error about a freed graph or a saved tensor modified in place."""
     if "modified by an inplace operation" in str(error):
         raise GraphError(MODIFIED) from error
+    if "donated buffer" in str(error):
+        raise GraphError(
+            "the backward of a compiled function must be repeatable; found one that overwrites saved tensors, in a "
+            "checkpointed block. Set torch._functorch.config.donated_buffer = False before it is compiled."
+        ) from error
     if "second time" in str(error) or "already been freed" in str(error):
         raise GraphError(
             "the graph of the losses must still hold its saved tensors; found that it was freed. "
@@ -280,4 +285,4 @@ def run_in_backward(action: Callable[[], None]) -> None:
     """Run `action` inside a separate backward pass, with grad mode enabled."""
     with torch.enable_grad():
         carrier = _InBackward.apply(torch.zeros((), requires_grad=True), action)
-    carrier.backward()
+    carrier.backward(retain_graph=True)

@@ -56,7 +56,7 @@ class Cut:
     claims: list[Claim] = field(default_factory=list)
     functions: list[Claim] = field(default_factory=list)
     by_data: bool = False
-    recomputed: bool = False
+    recomputed: list[int] = field(default_factory=list)
     derivation: int = 0
     cause: Cause | None = None  # why the whole graph was probed
 

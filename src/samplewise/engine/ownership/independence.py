@@ -171,6 +171,11 @@ class Constants:
     def _storages(self) -> set[int]:
         return {storage_of(tensor) for tensor in self._tensors}
 
+    @cached_property
+    def frozen_storages(self) -> set[int]:
+        """Storages of parameters that are not trained, and of buffers."""
+        return {storage_of(tensor) for tensor in self._tensors if not tensor.requires_grad}
+
     def __contains__(self, tensor: Tensor) -> bool:
         """True for a view or an equal copy of one of the tensors. spectral_norm copies its vectors."""
         if storage_of(tensor) in self._storages:
@@ -218,6 +223,21 @@ def sample_data(graph: Graph, entries: Iterable[int], constants: Constants) -> I
         for tensor in _tensors([*operands, *attributes]):
             if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.row_counts, constants):
                 yield node, tensor
+
+
+def with_frozen_weights(graph: Graph, positions: Iterable[int], constants: Constants) -> Iterator[int]:
+    """Positions of the Python functions of one activation that keep a frozen tensor of the model, such as quantized
+    layers. They may keep it in an object that describes the quantization.
+    """
+    nodes = {at: graph.nodes[at] for at in positions if is_python_function(graph.nodes[at])}
+    reader = SavedTensorReader(dict.fromkeys(nodes.values(), ("tensors",)))
+    for at, node in nodes.items():
+        attributes = list(vars(node).values())
+        inner = [value for state in attributes if hasattr(state, "__dict__") for value in vars(state).values()]
+        tensors = _tensors([*reader.take(node).values(), *attributes, *inner])
+        is_unary = sum(operand is not None for operand in graph.reach.operands[at]) == 1
+        if is_unary and any(storage_of(tensor) in constants.frozen_storages for tensor in tensors):
+            yield at
 
 
 def _unsharded_below(graph: Graph, node: Node) -> AbstractContextManager[None]:

@@ -40,7 +40,7 @@ class Ownership:
     claims: list[Claim] = field(default_factory=list)  # about nodes that were probed
     functions: list[Claim] = field(default_factory=list)  # about Python functions, to be verified during a pass
     by_data: bool = False  # an owner map has an owner for each element: it is used for this graph only
-    recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
+    recomputed: list[int] = field(default_factory=list)  # probed nodes of checkpointed blocks: verified by weights
     probed: bool = False  # a node was probed
     exact: bool = False  # zeros of probed nodes have no owner
     contradicted: bool = False  # samples seem to be mixed, perhaps only because of the owners of zeros
@@ -202,7 +202,7 @@ def _note(
         ownership.by_data = True  # an owner for each element takes too much memory to be kept
     node = graph.nodes[at]
     if block_of(node) is not None:
-        ownership.recomputed = True  # each call would compute the block again
+        ownership.recomputed.append(at)  # each call would compute the block again
         ownership.by_data |= any(isinstance(owner_map, Irregular) for owner_map in owned.values())
     elif owned and graph.structure.operations[at] not in FIXED:
         claims = ownership.functions if is_python_function(node) else ownership.claims

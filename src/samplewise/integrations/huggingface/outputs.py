@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from samplewise.core.batches import leaves
 from samplewise.core.text import plural
 from samplewise.errors import GraphError
-
-logger = logging.getLogger("samplewise")
 
 
 class OutputsHook:
@@ -63,8 +60,8 @@ def before_fused_head(model: Any) -> Any:
     """The module whose outputs the loss passes through: the model, or the part of it before a frozen head that TRL has
     fused with the loss.
 
-    The graph of such a head does not show which sample a gradient belongs to; that of the module before it does. If the
-    head is trained, the engine finds it out with additional backward passes.
+    The graph of such a head does not show which sample a gradient belongs to; that of the module before it does. The
+    backward of a trained head is called with the rows of each sample: see `engine.row_calls`.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # without the adapters of peft
     function = getattr(causal.forward, "__func__", None)
@@ -72,14 +69,7 @@ def before_fused_head(model: Any) -> Any:
     head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     if head is None or not defined_in.startswith("trl."):
         return model
-    if not any(p.requires_grad for p in head.parameters()):
-        return causal.base_model
-    logger.warning(
-        "TRL has fused the trained head of %s with the loss, so that each step needs additional backward passes. "
-        "Adapters such as LoRA with a frozen head, or the Trainer of transformers, are several times as fast.",
-        type(causal).__name__,
-    )
-    return model
+    return model if any(p.requires_grad for p in head.parameters()) else causal.base_model
 
 
 def per_sample_outputs(forward: Sequence[Any], rows: int, batch_first: bool = True) -> list[Tensor]:
