@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOTrainer, SFTConfig, SFTTrainer
 
 import samplewise as sw
-from samplewise.errors import GraphError, LossesError
+from samplewise.errors import LossesError
 from samplewise.integrations.huggingface import PerSample
 from samplewise.integrations.huggingface.aggregates import check_aggregate
 from samplewise.integrations.huggingface.outputs import before_fused_head
@@ -130,14 +130,6 @@ def test_a_trained_head_that_is_fused_is_announced_once(adapters, tmp_path, capl
     messages = [record.message for record in caplog.records if record.name == "samplewise"]
     assert len(messages) == (not adapters)
     assert all("TRL has fused the trained head of LlamaForCausalLM with the loss" in message for message in messages)
-
-
-def test_packing_is_refused(tmp_path):
-    options = {"packing": True, "max_length": 16}
-    with pytest.raises(GraphError, match="found packing, in which a row has tokens of several samples"):
-        sft(tmp_path, options=options, ledger=sw.Ledger())
-    with pytest.raises(GraphError, match="found padding-free batches, in which a row has tokens of several samples"):
-        sft(tmp_path, options={"padding_free": True, "max_length": None}, ledger=sw.Ledger())
 
 
 def test_prompts_and_completions(tmp_path):

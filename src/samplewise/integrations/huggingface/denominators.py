@@ -99,6 +99,9 @@ class Denominators:
 
     def _count(self, batch: Any) -> Tensor | int:
         """Number of labels of a batch, without ignored ones; its number of rows if it has no labels."""
+        items: int | None = self.trainer._kind.items(batch)
+        if items is not None:
+            return items
         counts = self.counts(batch)
         if counts is not None:
             return counts.sum()
@@ -123,14 +126,15 @@ def depends_on_items(trainer: Any, model: nn.Module, inputs: Any, num_items: Any
     It is computed twice without a graph. Random state, buffers and metrics are restored, and all ranks agree.
     """
     once, twice = collectives.all_reduce_scalars(
-        _loss(trainer, model, inputs, num_items), _loss(trainer, model, inputs, 2 * num_items)
+        loss_without_graph(trainer, model, inputs, num_items), loss_without_graph(trainer, model, inputs, 2 * num_items)
     )
     if not (abs(once) > 0 and abs(once) < torch.inf):
         return None
     return abs(twice - once) > 1e-3 * abs(once)
 
 
-def _loss(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> float:
+def loss_without_graph(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> float:
+    """Loss of a batch. Random state, buffers and metrics are restored."""
     metrics = {name: copy.deepcopy(vars(trainer)[name]) for name in METRICS if name in vars(trainer)}
     restore = snapshot(model)
     try:
