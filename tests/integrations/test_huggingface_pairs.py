@@ -529,3 +529,36 @@ def test_the_loss_of_routers_gets_its_ordinary_gradient(tmp_path):
     assert (trained(unclipped) - trained(plain)).norm() <= 1e-6 * trained(plain).norm()
     with pytest.raises(ValueError, match="rest must be 'refuse' or 'plain'; found 'some'"):
         trainer("invalid", mixed(SFTTrainer), rest="some")
+
+
+@pytest.mark.parametrize("name", ["packed", "padding-free"])
+def test_an_aggregate_of_packed_documents(name, tmp_path):
+    """The mean over documents of their means over tokens, in one update."""
+    sizes = {"batch": 3, "accumulate": 4, "aggregate": sw.per("sample"), "ledger": sw.Ledger()}
+    packed = sft(tmp_path / "packed", mixed(SFTTrainer), sw.Indexed(texts()), options=PACKED[name], **sizes)
+    packed.train()
+    sizes["ledger"] = sw.Ledger()
+    padded = sft(tmp_path / "padded", mixed(SFTTrainer), sw.Indexed(texts()), **sizes)
+    start = trained(padded)
+    padded.train()
+    assert packed.state.global_step == padded.state.global_step == 1
+    assert (trained(packed) - trained(padded)).norm() <= 1e-5 * (trained(padded) - start).norm()
+
+
+def test_columns_of_packed_documents_and_of_prompts(tmp_path):
+    """Weights in a column of the dataset."""
+    weights = [0.0, 1.0, 0.5] * 3
+    data = texts(id=list(range(9)), importance=weights)
+    packed = sft(
+        tmp_path / "packed", mixed(SFTTrainer), data, options=PACKED["packed"], ledger=sw.Ledger(),
+        transforms=[sw.weight("importance")],
+    )  # fmt: skip
+    packed.train()
+    rows = sw.read_ledger(tmp_path / "packed").to_pylist()
+    assert {row["id"]: row["weight"] for row in rows} == dict(enumerate(weights))
+    asked = Dataset.from_dict({"prompt": PROMPTS, "id": list("abcd"), "importance": weights[:4]})
+    grpo(
+        tmp_path / "grpo", mixed(GRPOTrainer), asked, batch=4, ledger=sw.Ledger(), transforms=[sw.weight("importance")]
+    ).train()
+    rows = sw.read_ledger(tmp_path / "grpo").to_pylist()
+    assert {row["id"]: row["weight"] for row in rows} == dict(zip("abcd", weights[:4], strict=True))
