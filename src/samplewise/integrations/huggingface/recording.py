@@ -149,7 +149,9 @@ def with_packed_ids(
     documents = prepare(**{**options, "packing": False, "args": _untruncated(config)})
     documents = documents.select_columns(["input_ids", "labels", *columns])
     documents = documents.map(lambda row: {key: [row[key]] * len(row["input_ids"]) for key in columns})
-    packed = pack_dataset(documents, config.max_length, config.packing_strategy)
+    # As in TRL: processes pack parts of the dataset. An iterable dataset has none.
+    processes = {"num_proc": config.dataset_num_proc} if hasattr(documents, "__len__") else {}
+    packed = pack_dataset(documents, config.max_length, config.packing_strategy, processes)
 
     def of_documents(row: Any) -> dict[Hashable, Any]:
         firsts = [sum(row["seq_lengths"][:k]) for k in range(len(row["seq_lengths"]))]

@@ -1,4 +1,4 @@
-"""`PerSample`: mixin for the Trainer of transformers and for `trl.SFTTrainer`, and the settings that it refuses."""
+"""`PerSample`: mixin for the Trainer of transformers and for those of TRL, and the settings that it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("samplewise")
 class PerSample(Base):
     """Mixin that adds transforms of per-sample gradients and a ledger to a Hugging Face Trainer.
 
-        class MyTrainer(PerSample, Trainer): ...      # or Seq2SeqTrainer, or trl.SFTTrainer
+        class MyTrainer(PerSample, Trainer): ...      # or Seq2SeqTrainer, or SFTTrainer, DPOTrainer ... of TRL
 
         trainer = MyTrainer(
             model, args, train_dataset=sw.Indexed(data), transforms=[sw.clip(1.0)], ledger=sw.Ledger()
@@ -48,13 +48,18 @@ class PerSample(Base):
         sw.suspects(sw.read_ledger(args.output_dir)).top(20)
 
     transforms: as in `sw.backward`. Bounds such as that of `sw.clip` refer to the gradient of a sample's own loss: the
-    sum over its tokens if the labels are tokens, otherwise the loss of a batch of one sample.
+    sum over its tokens if the loss is a mean over tokens, otherwise the loss of a batch of one sample.
     aggregate: what an update is divided by: see `sw.per`. None (default): sw.per("token"), the labels of the
     accumulated batches, as the Trainer does. The logged loss is that of the Trainer with every aggregate.
     ledger: `sw.Ledger`, which records each sample at each visit. Its default directory is args.output_dir. The ids are
     those of `sw.Indexed`, or the column of the dataset named by Ledger(id=...). Checkpoints of the trainer contain its
     state, so that a resumed training continues it. A training from the start removes the rows of an earlier one in
     args.output_dir; in a directory given to the ledger, it is refused.
+    rest: as in `sw.backward`: "plain" gives an auxiliary loss, such as that of the routers of a mixture of experts, its
+    ordinary gradient, without transforms; "refuse" (default) raises GraphError.
+
+    A sample is a row of the batch; a pair in the trainers of TRL for preferences (DPO, Reward, ORPO, CPO); a completion
+    in those that generate or judge them (GRPO, RLOO, KTO); a document with packing or padding-free batches.
 
     Without transforms, training is bit-identical to that of the Trainer, with one exception: with gradient accumulation
     or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches. Losses that
@@ -62,8 +67,8 @@ class PerSample(Base):
 
     The ledger shows which samples were trained on: with several ranks, Accelerate repeats some samples if the last
     batches of the ranks would differ in size. Not supported: DeepSpeed, DataParallel, FSDP version 1, context, sequence
-    and tensor parallelism, torch_compile, LOMO, packing and padding-free batches, and trainers of TRL other than
-    SFTTrainer.
+    and tensor parallelism, torch_compile, LOMO, packing that cuts documents at the ends of rows, and other trainers of
+    TRL.
     """
 
     data_collator: Any  # of the Trainer
