@@ -330,6 +330,33 @@ def test_rest_is_refused_by_default_and_the_message_names_the_remedy():
         sw.backward(loss, model, z, rest="all")
 
 
+class Scaled(torch.autograd.Function):
+    """An operation without a rule."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient * w, (gradient * x).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:per-sample gradients of this model are computed in a slow way")
+@pytest.mark.parametrize("options", [{"rest": "plain"}, {"through": lambda loss: loss.backward()}], ids=list)
+def test_a_sample_without_a_gradient_needs_no_second_look_at_the_graph(options):
+    """Norms of zero are computed in another way; the pass has freed the graph when they are read again."""
+    w = nn.Parameter(torch.randn(3))
+    x = torch.randn(4, 3)
+    z = Scaled.apply(x, w)
+    factors = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    loss = (z.square().sum(1) * factors).sum() + (w.sum() if "rest" in options else 0)
+    stats = sw.backward(loss, {"w": w}, z, **options)
+    torch.testing.assert_close(stats.norms, (2 * w * x * x * factors[:, None]).norm(dim=1).detach())
+
+
 def test_samples_that_interact_are_allowed_on_request():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
     x, y = torch.randn(6, 5), torch.arange(6) % CLASSES

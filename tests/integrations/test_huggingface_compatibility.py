@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_models import PerSampleTrainer, arguments, bert, classes
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import Trainer
 
 from samplewise.errors import DistributedError, GraphError, SamplewiseError
 from samplewise.integrations.huggingface import PerSample
 
 
-def trainer(tmp_path, kind=PerSampleTrainer, options=None, **keywords):
-    return kind(bert(), arguments(tmp_path, **(options or {})), train_dataset=classes(4), **keywords)
+def trainer(tmp_path, kind=PerSampleTrainer, options=None):
+    return kind(bert(), arguments(tmp_path, **(options or {})), train_dataset=classes(4))
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,8 @@ def trainer(tmp_path, kind=PerSampleTrainer, options=None, **keywords):
             ),
             "found FSDP version 1, which flattens parameters. Set fsdp_version=2 in fsdp_config",
         ),
-        (lambda t: setattr(t.args, "packing", True), "found packing, in which a row has tokens of several samples"),
     ],
-    ids=["deepspeed", "data parallel", "context parallel", "tensor parallel", "fsdp 1", "packing"],
+    ids=["deepspeed", "data parallel", "context parallel", "tensor parallel", "fsdp 1"],
 )
 def test_kinds_of_parallelism(changed, sentence, tmp_path):
     made = trainer(tmp_path)
@@ -50,17 +49,16 @@ def test_kinds_of_parallelism(changed, sentence, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "keywords", "sentence"),
+    ("options", "sentence"),
     [
-        ({"torch_compile": True}, {}, "found torch_compile=True, after which the graph cannot be read. Leave it out."),
-        ({"optim": "lomo"}, {}, "found optim='lomo', which updates parameters during the backward pass. Use another"),
-        ({}, {"data_collator": DataCollatorWithFlattening()}, "found padding-free batches, in which a row has tokens"),
+        ({"torch_compile": True}, "found torch_compile=True, after which the graph cannot be read. Leave it out."),
+        ({"optim": "lomo"}, "found optim='lomo', which updates parameters during the backward pass. Use another"),
     ],
-    ids=["compile", "lomo", "flattening"],
+    ids=["compile", "lomo"],
 )
-def test_settings(options, keywords, sentence, tmp_path):
+def test_settings(options, sentence, tmp_path):
     with pytest.raises(GraphError, match=sentence):
-        trainer(tmp_path, options=options, **keywords)
+        trainer(tmp_path, options=options)
 
 
 def test_the_order_of_the_bases():
@@ -68,10 +66,10 @@ def test_the_order_of_the_bases():
         type("Mine", (Trainer, PerSample), {})
 
 
-def test_trainers_of_trl_that_compare_rows(tmp_path):
-    pairs = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
-    with pytest.raises(DistributedError, match=r"found DPOTrainer, whose loss compares .* Use trl\.SFTTrainer"):
-        trainer(tmp_path, type("Mine", (PerSample, pairs), {}))
+def test_trainers_of_trl_whose_samples_are_not_known(tmp_path):
+    other = type("OtherTrainer", (Trainer,), {"__module__": "trl.trainer.other_trainer"})
+    with pytest.raises(DistributedError, match=r"found OtherTrainer, whose samples in the loss are not known. Use SFT"):
+        trainer(tmp_path, type("Mine", (PerSample, other), {}))
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])

@@ -11,7 +11,7 @@ from trl import DPOTrainer, SFTConfig, SFTTrainer
 from trl.kernels import ChunkedLogProbFunction
 
 import samplewise as sw
-from samplewise.errors import GraphError, LossesError
+from samplewise.errors import LossesError
 from samplewise.integrations.huggingface import PerSample
 from samplewise.integrations.huggingface.aggregates import check_aggregate
 from samplewise.integrations.huggingface.outputs import before_fused_head
@@ -140,14 +140,6 @@ def test_a_trained_head_that_is_fused_is_called_with_the_rows_of_each_sample(tmp
     made.train()
     tokens = len(TEXTS[4].split())
     assert rows[-7:] == [2, 1, 1, *[tokens] * 4]
-
-
-def test_packing_is_refused(tmp_path):
-    options = {"packing": True, "max_length": 16}
-    with pytest.raises(GraphError, match="found packing, in which a row has tokens of several samples"):
-        sft(tmp_path, options=options, ledger=sw.Ledger())
-    with pytest.raises(GraphError, match="found padding-free batches, in which a row has tokens of several samples"):
-        sft(tmp_path, options={"padding_free": True, "max_length": None}, ledger=sw.Ledger())
 
 
 def test_prompts_and_completions(tmp_path):

@@ -290,8 +290,8 @@ def _refuse_rest(bypassed: Sequence[str]) -> None:
     raise GraphError(
         f"the whole loss must pass through outputs; found that it depends on {bypassed[0]!r}{more} on another path, as "
         "a penalty on weights, an auxiliary loss or a learned temperature does. Pass all outputs that the loss depends "
-        "on; or leave such terms out of the loss and call backward() on them separately; or use sw.backward(..., "
-        "rest='plain'), which gives these paths their ordinary gradient, without transforms."
+        "on; or leave such terms out of the loss and call backward() on them separately; or pass rest='plain' to "
+        "sw.backward or PerSample, which gives these paths their ordinary gradient, without transforms."
     )
 
 

@@ -262,6 +262,7 @@ class Norms:
         self._checks = checks
         self._by_name: dict[str, Tensor] | None = None  # see `_norms_by_name`
         self._ordinary = False  # True if the norms of samples are known, and neither too small nor too large
+        self._underflowed: Tensor | None = None  # norms of samples, some of which are too small or too large
         self._joint: set[str] = set()  # parameters of a pack that have the norms of the pack
         self._scaled_by_name: dict[str, Tensor] | None = None
         self._terms: dict[str, Tensor] | None = None  # see `track_terms`
@@ -288,7 +289,9 @@ class Norms:
         self._ordinary = are_ordinary_norms(norms)
         if self._ordinary:
             return norms
-        return self._with_underflowed_norms({"": finite_numbers(norms, "norm")})[""]
+        if self._underflowed is None:  # computed once, while the graph has its saved tensors
+            self._underflowed = self._with_underflowed_norms({"": finite_numbers(norms, "norm")})[""]
+        return self._underflowed.clone()
 
     def by_parameter(self) -> dict[str, Tensor]:
         """Parameter name -> norms (B,)."""

@@ -28,7 +28,7 @@ from samplewise.engine.ownership.independence import norms_only_recorded
 from samplewise.errors import BatchError, PrivacyError, SamplesInteractError
 from samplewise.integrations.norm_log import NormLog
 from samplewise.ledger.ledger import Ledger
-from samplewise.step.backward import BackwardResult, HasBackward, backward, run_pass, without_norms
+from samplewise.step.backward import BackwardResult, HasBackward, Rest, backward, check_rest, run_pass, without_norms
 from samplewise.transforms.chain import Chain, chain
 from samplewise.transforms.per import Per
 from samplewise.transforms.stats import SampleStats
@@ -76,13 +76,16 @@ class Adapter:
     aggregate: if it needs a factor for each sample, batches have a `scale`
     logs: False leaves out the norms from the log of the trainer. A private training run must set it, and so must one
         without a log, in which they would pile up
+    rest: as in `sw.backward`
     """
 
-    def __init__(self, chain: Chain, ledger: Ledger | None, aggregate: Per | None = None):
+    def __init__(self, chain: Chain, ledger: Ledger | None, aggregate: Per | None = None, rest: Rest = "refuse"):
+        check_rest(rest)
         self.chain = chain
         self.ledger = ledger
         self.aggregate = aggregate
         self.logs = True
+        self.rest = rest
         self._passes: list[BatchPass] = []  # of the open accumulation window
         self._log = NormLog()
 
@@ -162,6 +165,7 @@ class Adapter:
                     batch=batch,
                     samples=values.owners,
                     retain_graph=retain_graph,
+                    rest=self.rest,
                 )
             except SamplesInteractError as error:
                 if self.chain.transforms:

@@ -168,10 +168,10 @@ class IdCollator:
         pairs = [self.split(sample) for sample in samples]
         batch = self.collate([sample for sample, _ in pairs])
         names = list(pairs[0][1]) if pairs else []
-        return self.join(batch, {name: _column([columns[name] for _, columns in pairs]) for name in names})
+        return self.join(batch, {name: as_column([columns[name] for _, columns in pairs]) for name in names})
 
 
-def _column(values: list[Any]) -> Any:
+def as_column(values: list[Any]) -> Any:
     """Numbers as a tensor (B,), other values as a list."""
     numbers = [value.item() if hasattr(value, "item") else value for value in values]
     for kind in (Integral, Real):

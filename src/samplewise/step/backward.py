@@ -52,6 +52,8 @@ from samplewise.transforms.chain import Chain, Transforms, as_chain
 from samplewise.transforms.stats import SampleStats, one_per_sample
 from samplewise.transforms.transform import Reference
 
+Rest = Literal["refuse", "plain"]
+
 
 @dataclass(frozen=True, repr=False)
 class BackwardResult:
@@ -101,7 +103,7 @@ def backward(
     counts: Tensor | None = None,
     batch: Any = None,
     samples: Samples | None = None,
-    rest: Literal["refuse", "plain"] = "refuse",
+    rest: Rest = "refuse",
     interacting: Literal["refuse", "allow"] = "refuse",
     retain_graph: bool = False,
 ) -> BackwardResult:
@@ -132,8 +134,7 @@ def backward(
     of loss.backward(), bit for bit.
     """
     check_is_tensor(loss, "sw.backward(loss, model)")
-    if rest not in ("refuse", "plain"):
-        raise ValueError(f"rest must be 'refuse' or 'plain'; found {rest!r}.")
+    check_rest(rest)
     check_interacting(interacting)
     chain = checked_chain(transforms)
     _check_denominator(denominator)
@@ -229,6 +230,11 @@ def checked_chain(transforms: Transforms) -> Chain:
 
 _mode_checked: WeakSet[nn.Module] = WeakSet()  # models of earlier passes
 MEAN = 1  # torch's number of reduction="mean"
+
+
+def check_rest(rest: Any) -> None:
+    if rest not in ("refuse", "plain"):
+        raise ValueError(f"rest must be 'refuse' or 'plain'; found {rest!r}.")
 
 
 def _check_denominator(denominator: Any) -> None:

@@ -1,4 +1,4 @@
-"""Per-sample gradients, transforms and the ledger inside the Trainer of Hugging Face and `trl.SFTTrainer`."""
+"""Per-sample gradients, transforms and the ledger inside the trainers of Hugging Face and TRL."""
 
 try:
     import accelerate  # noqa: F401 - the Trainer needs it

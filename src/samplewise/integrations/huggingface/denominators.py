@@ -69,24 +69,46 @@ class Denominators:
         Returns the number of items for compute_loss: None if its result is not divided by it.
         """
         several = self._several
-        if not self._decided and (several or losses or norms):
+        if not self.trainer._kind.rows_are_samples:
+            self._compare_items(model, inputs, num_items)
+        elif not self._decided and (several or losses or norms):
             expected = several and self._trainer_scales(num_items)
             batch = next((batch for batch in self._batches if not self._same_counts(batch)), inputs)
             singly = several or (norms and self.denominator is None)
             probe = UnitProbe(self.trainer, model, batch, num_items)
             self._decide(probe, singly)
             if expected and probe.valid and not self._scaled(num_items) and self._constant is None:
-                logger.warning(
-                    "The loss of %s does not depend on num_items_in_batch, although the Trainer expects that it is "
-                    "divided by it. It is divided here, so that an update is the mean over all accumulated samples.",
-                    type(self.trainer.accelerator.unwrap_model(self.trainer.model)).__name__,
-                )
+                self._warn_of_items()
         elif norms and self._uniform and collectives.all_reduce_scalars(not self._same_counts(inputs))[0]:
             unit = self.unit
             self._decide(UnitProbe(self.trainer, model, inputs, num_items), True)
             self.unit = unit if self.unit == unit or not self._decided else None
             self._decided = True
         return num_items if not several or self._constant is not None or self._scaled(num_items) else None
+
+    def _compare_items(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
+        """As `prepare`, for pairs, documents and completions: the loss is a mean over samples or labels, as the kind of
+        the batches says, or divided by the number of items, if it changes with it.
+        """
+        if self.unit is None:
+            self.unit = LABELS if self.trainer._kind.items(inputs) is None else SAMPLES
+        declared = getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        if self._decided or declared is not None or not (self._several and self._trainer_scales(num_items)):
+            return
+        depends = None if num_items is None else depends_on_items(self.trainer, model, inputs, num_items)
+        self._decided = num_items is None or depends is not None
+        self._depends_on_items = bool(depends) if self._decided else None
+        if depends:
+            self.unit = ITEMS
+        elif self._decided:
+            self._warn_of_items()
+
+    def _warn_of_items(self) -> None:
+        logger.warning(
+            "The loss of %s does not depend on num_items_in_batch, although the Trainer expects that it is divided by "
+            "it. It is divided here, so that an update is the mean over all accumulated samples.",
+            type(self.trainer.accelerator.unwrap_model(self.trainer.model)).__name__,
+        )
 
     def _decide(self, probe: UnitProbe, singly: bool) -> None:
         """Compare the loss with those of the samples, known from the outputs or, if `singly`, computed one by one."""
@@ -209,6 +231,9 @@ class Denominators:
         """What the loss of a batch divides by if it is a mean: its number of labels, if it has any, or of samples."""
         if callable(self.denominator):
             return self.denominator(batch)
+        samples: int | None = self.trainer._kind.items(batch)
+        if samples is not None:
+            return samples
         counts = None if (self.denominator or self.unit) == SAMPLES else self.counts(batch)
         return number_of_samples(batch) if counts is None else counts.sum()
 

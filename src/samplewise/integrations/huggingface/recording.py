@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
+from inspect import signature
 from math import ceil
 from typing import Any
 
@@ -126,6 +129,43 @@ def with_id_column(argument: Any) -> Any:
             "sw.Indexed: sw.Ledger() reads its column 'id'."
         )
     return dataset.add_column("id", list(range(len(dataset))))
+
+
+def with_packed_ids(
+    prepare: Callable[..., Any], dataset: Any, keys: Sequence[Hashable], *args: Any, **kwargs: Any
+) -> Any:
+    """A dataset that TRL has prepared with `prepare`. If it packs documents, the columns `keys` of a row are lists, one
+    value per document.
+
+    TRL packs tokens and labels only. Here the columns are packed with them, repeated for each token.
+    """
+    options = signature(prepare).bind(dataset, *args, **kwargs).arguments
+    config: Any = options.get("args")
+    columns = [key for key in keys if key in (getattr(dataset, "column_names", None) or ())]
+    if not (options.get("packing") and columns and config.max_length) or config.packing_strategy == "wrapped":
+        return prepare(**options)
+    pack_dataset = import_module("trl").pack_dataset
+    # The steps of TRL before packing, of which truncation is a part, and after it.
+    documents = prepare(**{**options, "packing": False, "args": _untruncated(config)})
+    documents = documents.select_columns(["input_ids", "labels", *columns])
+    documents = documents.map(lambda row: {key: [row[key]] * len(row["input_ids"]) for key in columns})
+    # As in TRL: processes pack parts of the dataset. An iterable dataset has none.
+    processes = {"num_proc": config.dataset_num_proc} if hasattr(documents, "__len__") else {}
+    packed = pack_dataset(documents, config.max_length, config.packing_strategy, processes)
+
+    def of_documents(row: Any) -> dict[Hashable, Any]:
+        firsts = [sum(row["seq_lengths"][:k]) for k in range(len(row["seq_lengths"]))]
+        return {key: [row[key][first] for first in firsts] for key in columns}
+
+    packed = packed.map(of_documents)
+    return packed.shuffle(seed=config.seed) if config.shuffle_dataset else packed
+
+
+def _untruncated(config: Any) -> Any:
+    """A copy of the settings of TRL in which documents have any length."""
+    config = copy.copy(config)
+    config.max_length = None
+    return config
 
 
 def with_columns(batch: Any, columns: Columns) -> Any:

@@ -1,11 +1,10 @@
-"""`PerSample`: mixin for the Trainer of transformers and for `trl.SFTTrainer`, and the settings that it refuses."""
+"""`PerSample`: mixin for the Trainer of transformers and for those of TRL, and the settings that it refuses."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,19 +12,20 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from samplewise.engine.gradients import gradients
-from samplewise.errors import BatchError, DistributedError, GraphError, LossesError, SamplewiseError
+from samplewise.errors import GraphError, LossesError
 from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first, refuse_privacy
 from samplewise.integrations.huggingface.aggregates import Aggregates, check_aggregate
+from samplewise.integrations.huggingface.batch_kinds import kind_of, unsupported, with_prompt_columns
 from samplewise.integrations.huggingface.denominators import Denominator, Denominators
-from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
-from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_columns, with_id_column
+from samplewise.integrations.huggingface.outputs import OutputsHook
+from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_id_column, with_packed_ids
+from samplewise.integrations.huggingface.reductions import Reductions, TrainerLoss
 from samplewise.integrations.huggingface.sentence_losses import SentenceLosses
-from samplewise.integrations.huggingface.units import number_of_samples
 from samplewise.integrations.transformers_losses import KnownLosses, auxiliary_loss, known_losses
 from samplewise.ledger.ledger import Ledger
-from samplewise.ledger.sample_ids import IdCollator, Indexed, split_entries
+from samplewise.ledger.sample_ids import Indexed, split_entries
 from samplewise.privacy.privacy import Privacy
-from samplewise.step.backward import checked_chain
+from samplewise.step.backward import Rest, checked_chain
 from samplewise.transforms.chain import Transforms
 from samplewise.transforms.per import Per
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("samplewise")
 class PerSample(Base):
     """Mixin that adds transforms of per-sample gradients and a ledger to a Hugging Face Trainer.
 
-        class MyTrainer(PerSample, Trainer): ...      # or Seq2SeqTrainer, or trl.SFTTrainer
+        class MyTrainer(PerSample, Trainer): ...      # or Seq2SeqTrainer, or SFTTrainer, DPOTrainer ... of TRL
 
         trainer = MyTrainer(
             model, args, train_dataset=sw.Indexed(data), transforms=[sw.clip(1.0)], ledger=sw.Ledger()
@@ -49,7 +49,7 @@ class PerSample(Base):
         sw.suspects(sw.read_ledger(args.output_dir)).top(20)
 
     transforms: as in `sw.backward`. Bounds such as that of `sw.clip` refer to the gradient of a sample's own loss: the
-    sum over its tokens if the labels are tokens, otherwise the loss of a batch of one sample.
+    sum over its tokens if the loss is a mean over tokens, otherwise the loss of a batch of one sample.
     aggregate: what an update is divided by: see `sw.per`. None (default): sw.per("token"), the labels of the
     accumulated batches, as the Trainer does. The logged loss is that of the Trainer with every aggregate.
     ledger: `sw.Ledger`, which records each sample at each visit. Its default directory is args.output_dir. The ids are
@@ -60,6 +60,11 @@ class PerSample(Base):
     for a sum) or a function of the batch. Default: found out in the first step, in which the loss of a few samples is
     compared with those of the single samples. For another loss, such as a mean with class weights, bounds on norms are
     refused and the norms in the ledger are NaN, unless it is given.
+    rest: as in `sw.backward`: "plain" gives an auxiliary loss, such as that of the routers of a mixture of experts, its
+    ordinary gradient, without transforms; "refuse" (default) raises GraphError.
+
+    A sample is a row of the batch; a pair in the trainers of TRL for preferences (DPO, Reward, ORPO, CPO); a completion
+    in those that generate or judge them (GRPO, RLOO, KTO); a document with packing or padding-free batches.
 
     Without transforms, training is bit-identical to that of the Trainer, with one exception: with gradient accumulation
     or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches, if the loss
@@ -67,8 +72,8 @@ class PerSample(Base):
 
     The ledger shows which samples were trained on: with several ranks, Accelerate repeats some samples if the last
     batches of the ranks would differ in size. Not supported: DeepSpeed, DataParallel, FSDP version 1, context, sequence
-    and tensor parallelism, torch_compile, LOMO, packing and padding-free batches, and trainers of TRL other than
-    SFTTrainer.
+    and tensor parallelism, torch_compile, LOMO, packing that cuts documents at the ends of rows, and other trainers of
+    TRL.
     """
 
     data_collator: Any  # of the Trainer
@@ -87,21 +92,25 @@ class PerSample(Base):
         privacy: Privacy | None = None,
         aggregate: Per | None = None,
         denominator: Denominator | None = None,
+        rest: Rest = "refuse",
         **kwargs: Any,
     ):
         refuse_privacy(privacy, "the Hugging Face Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
         check_aggregate(self, aggregate)
-        self._adapter = Adapter(checked_chain(transforms), ledger, aggregate)
+        self._adapter = Adapter(checked_chain(transforms), ledger, aggregate, rest)
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self, denominator)
         self._aggregates = Aggregates(aggregate, self._label_counts)
         self._sentence_losses = SentenceLosses(self)
+        self._prepared: Any = None  # inputs of compute_loss in a training step
+        self._operands: list[Tensor] = []  # of means and sums in compute_loss
         indexed = next((value for value in (*args, *kwargs.values()) if isinstance(value, Indexed)), None)
         self._ledger = TrainerLedger(self._adapter, indexed)
         super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
         check_supported(self)
+        self._kind = kind_of(self)
         self.add_callback(LedgerCallback(self._ledger))
 
     def per_sample_losses(self, outputs: Any, batch: Any) -> KnownLosses | None:
@@ -151,7 +160,7 @@ class PerSample(Base):
         collator = self.data_collator
         extra = self._extra_columns()
         columns = self._signature_columns
-        self.data_collator = IdCollator(collator, partial(split_entries, keys=extra), with_columns)
+        self.data_collator = self._kind.collator(collator, extra)
         self._signature_columns = [*columns, *extra]
         try:
             return super().get_train_dataloader()
@@ -163,17 +172,13 @@ class PerSample(Base):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         extra = self._extra_columns()
         self._denominators.start_window([split_entries(batch, extra)[0] for batch in batches])
-        self._aggregates.start_window(batches)
+        self._aggregates.start_window([self._kind.batch(batch, None) for batch in batches])
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The training step of the Trainer, with per-sample gradients in place of its call of accelerator.backward."""
         batch = inputs
-        if not isinstance(batch, Mapping):
-            raise BatchError(
-                f"a batch must be a dict of tensors; found {type(batch).__name__}. Use a trainer whose data collator "
-                "returns dicts."
-            )
+        self._kind.check(batch)
         inputs, _ = split_entries(batch, self._extra_columns())
         self._ledger.start_step(self.state.global_step)
         num_items = self._denominators.prepare(
@@ -183,25 +188,50 @@ class PerSample(Base):
             losses=self._adapter.per_sample or self._adapter.reads_losses,
             norms=self._adapter.reads_norms,
         )
+        if self._adapter.per_sample:
+            self._kind.prepare(model, inputs)
+        self._operands = []
         self._outputs_hook.watch(model, self.accelerator.unwrap_model)
         factors: list[float] = []
 
         def backward(loss: Tensor) -> None:
             self._denominators.read_graph(loss)
-            factor, denominator = self._denominators.of_batch(inputs, num_items)
+            samples = self._kind.batch(batch, self._prepared)
+            factor, denominator = self._denominators.of_batch(samples, num_items)
             factors.append(factor)
             loss = loss if factor == 1 else loss * factor
-            self._backward(loss, model, batch, denominator)
+            self._backward(loss, model, samples, self._kind.denominator(samples) or denominator)
 
         with _replace_backward(self.accelerator, backward):
             loss = super().training_step(model, inputs, num_items)
         self._outputs_hook.discard()
+        self._prepared = None
+        self._operands = []
         if len(factors) != 1:
             raise GraphError(
                 "training_step must call accelerator.backward once; found "
                 f"{len(factors)} calls. Leave training_step as it is, and override compute_loss instead."
             )
         return loss if factors[0] == 1 else loss * factors[0]
+
+    def compute_loss_context_manager(self) -> Any:
+        """Context managers of the Trainer around compute_loss, with one that keeps the losses of the samples."""
+        stack = super().compute_loss_context_manager()
+        if self._kind.reads_operands and self._adapter.reads_losses:
+            stack.enter_context(Reductions(self._operands))
+        return stack
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self._prepared = super()._prepare_inputs(inputs)
+        return self._prepared
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """Completions of TRL, with the columns of the ledger of their prompts."""
+        return with_prompt_columns(super()._generate_and_score_completions(inputs), inputs, self._adapter.columns)
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """The dataset as TRL tokenizes and packs it, with the ids of the packed documents."""
+        return with_packed_ids(super()._prepare_dataset, dataset, self._adapter.columns, *args, **kwargs)
 
     def _extra_columns(self) -> list[Hashable]:
         """Columns of the batch that the model does not read: ids, and those of ledger, transforms and aggregate."""
@@ -222,20 +252,20 @@ class PerSample(Base):
 
     def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float | None) -> None:
         """Backward pass of one batch, with transforms, and its results for the ledger."""
-        rows = number_of_samples(batch, self._adapter.id_key)
         samples = self._sample_losses(loss, batch, denominator)
+        rows = self._kind.samples(batch)
         outputs: list[Tensor] = []
         owners = None
         if self._adapter.per_sample and self._sentence_losses.exist:
             outputs, owners = self._sentence_losses.outputs(loss, model, self._outputs_hook.inner, batch, rows)
         elif self._adapter.per_sample:
-            outputs = per_sample_outputs(self._outputs_hook.inner, rows, self._denominators.batch_first)
+            outputs, owners = self._kind.outputs(self._outputs_hook.inner, batch)
         values = BatchLoss(
             loss,
             outputs,
             rows,
             losses=None if samples is None else samples.losses,
-            counts=self._denominators.counts(batch) if samples is None else samples.counts,
+            counts=self._kind.counts(batch) if samples is None else samples.counts,
             columns=None if samples is None else samples.columns,
             owners=owners,
         )
@@ -247,8 +277,8 @@ class PerSample(Base):
 
     def _label_counts(self, batch: Any) -> Tensor:
         """(B,) numbers of labels of each sample; 1 if they are not class indices."""
-        counts = self._denominators.counts(batch)
-        return torch.ones(number_of_samples(batch, self._adapter.id_key)) if counts is None else counts
+        counts = self._kind.counts(batch)
+        return torch.ones(self._kind.samples(batch)) if counts is None else counts
 
     def _announce_unknown_unit(self, values: BatchLoss, model: nn.Module) -> None:
         """Raise LossesError if a transform reads norms, whose unit is unknown; otherwise log once that they are NaN."""
@@ -282,7 +312,8 @@ class PerSample(Base):
         if not forward or not (self._adapter.reads_losses or self._aggregates.unverified):
             return None
         with torch.no_grad():
-            samples = self.per_sample_losses(forward[0], batch)
+            trainer_loss = TrainerLoss(loss, denominator, forward, self._operands)
+            samples = self._kind.losses(trainer_loss, self.per_sample_losses, batch)
             if samples is None:
                 return None
             loss = loss - auxiliary_loss(forward[0], self.model)
@@ -328,44 +359,26 @@ def check_supported(trainer: Any) -> None:
     args = trainer.args
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if trainer.is_deepspeed_enabled:
-        raise _unsupported("DeepSpeed, which runs its own backward pass", "Use DDP or FSDP2")
+        raise unsupported("DeepSpeed, which runs its own backward pass", "Use DDP or FSDP2")
     if args.n_gpu > 1:
-        raise _unsupported(
+        raise unsupported(
             "nn.DataParallel, whose replicas are not the model's parameters",
             "Start one process per device with torchrun or accelerate launch",
         )
     if parallelism is not None and (parallelism.cp_size > 1 or parallelism.sp_size > 1):
-        raise _unsupported(
+        raise unsupported(
             "context or sequence parallelism, in which a rank has parts of samples", "Leave out parallelism_config"
         )
     if trainer.get_tp_size() > 1 or getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise _unsupported("a model that transformers has sharded when it was loaded", "Use DDP or FSDP2")
+        raise unsupported("a model that transformers has sharded when it was loaded", "Use DDP or FSDP2")
     if args.torch_compile:
-        raise _unsupported("torch_compile=True, after which the graph cannot be read", "Leave it out", GraphError)
+        raise unsupported("torch_compile=True, after which the graph cannot be read", "Leave it out", GraphError)
     if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
-        raise _unsupported(
+        raise unsupported(
             f"optim={str(getattr(args.optim, 'value', args.optim))!r}, which updates parameters during the backward "
             "pass",
             "Use another optimizer",
             GraphError,
         )
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-        raise _unsupported("FSDP version 1, which flattens parameters", "Set fsdp_version=2 in fsdp_config")
-    # Rows of the outputs must be samples of the dataset.
-    packing = getattr(trainer.args, "packing", False)
-    flattened = getattr(trainer, "padding_free", False) or type(trainer.data_collator).__name__.endswith("Flattening")
-    if packing or flattened:
-        raise _unsupported(
-            f"{'packing' if packing else 'padding-free batches'}, in which a row has tokens of several samples",
-            "Set packing=False and padding_free=False, and use a collator that pads",
-            GraphError,
-        )
-    for cls in type(trainer).__mro__:
-        if cls.__module__.startswith("trl.") and cls.__name__ not in ("SFTTrainer", "_BaseTrainer", "BaseTrainer"):
-            raise _unsupported(
-                f"{cls.__name__}, whose loss compares or generates several rows per sample", "Use trl.SFTTrainer"
-            )
-
-
-def _unsupported(setting: str, remedy: str, error: type[SamplewiseError] = DistributedError) -> SamplewiseError:
-    return error(f"PerSample must get the gradient of each sample; found {setting}. {remedy}.")
+        raise unsupported("FSDP version 1, which flattens parameters", "Set fsdp_version=2 in fsdp_config")

@@ -177,7 +177,12 @@ class UnitProbe:
         trainer = self.trainer
         averages = trainer.args.average_tokens_across_devices
         trainer.args.average_tokens_across_devices = averages and averaged
-        with self._restored(), eval_mode(self.model), torch.no_grad(), trainer.compute_loss_context_manager():
+        with (
+            _restored(trainer, self.model),
+            eval_mode(self.model),
+            torch.no_grad(),
+            trainer.compute_loss_context_manager(),
+        ):
             try:
                 prepared = trainer._prepare_inputs(copy.copy(batch))
                 return float(trainer.compute_loss(self.model, prepared, num_items_in_batch=num_items))
@@ -188,22 +193,41 @@ class UnitProbe:
             finally:
                 trainer.args.average_tokens_across_devices = averages
 
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Restore random state, buffers, and numbers and metrics that compute_loss may change in the trainer."""
-        attributes = vars(self.trainer)
-        before = set(attributes)
-        numbers = {name: value for name, value in attributes.items() if isinstance(value, (int, float))}
-        metrics = {name: copy.deepcopy(attributes[name]) for name in METRICS if name in attributes}
-        restore = snapshot(self.model)
-        try:
-            yield
-        finally:
-            restore()
-            for name in set(attributes) - before:
-                if isinstance(attributes[name], (int, float)):
-                    del attributes[name]
-            attributes.update(numbers | metrics)
+
+@contextmanager
+def _restored(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Restore random state, buffers, and numbers and metrics that compute_loss may change in the trainer."""
+    attributes = vars(trainer)
+    before = set(attributes)
+    numbers = {name: value for name, value in attributes.items() if isinstance(value, (int, float))}
+    metrics = {name: copy.deepcopy(attributes[name]) for name in METRICS if name in attributes}
+    restore = snapshot(model)
+    try:
+        yield
+    finally:
+        restore()
+        for name in set(attributes) - before:
+            if isinstance(attributes[name], (int, float)):
+                del attributes[name]
+        attributes.update(numbers | metrics)
+
+
+def loss_without_graph(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> float:
+    """Loss of a whole batch in training mode, in which trainers of TRL compute other losses than in eval mode."""
+    with _restored(trainer, model), torch.no_grad(), trainer.compute_loss_context_manager():
+        model.train()
+        prepared = trainer._prepare_inputs(copy.copy(inputs))
+        return float(trainer.compute_loss(model, prepared, num_items_in_batch=num_items))
+
+
+def depends_on_items(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:
+    """True if the loss of a batch changes with `num_items_in_batch`; None if it is zero or not finite. All ranks agree."""
+    once, twice = collectives.all_reduce_scalars(
+        loss_without_graph(trainer, model, inputs, num_items), loss_without_graph(trainer, model, inputs, 2 * num_items)
+    )
+    if not 0 < abs(once) < torch.inf:
+        return None
+    return abs(twice - once) > 1e-3 * abs(once)
 
 
 def _distance(first: float, second: float) -> float:
