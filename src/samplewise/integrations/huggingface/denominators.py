@@ -21,6 +21,7 @@ from samplewise.integrations.huggingface.units import (
     SAMPLES,
     SUM,
     UnitProbe,
+    depends_on_items,
     number_of_samples,
     weighs_classes,
 )

@@ -312,14 +312,12 @@ class PerSample(Base):
         if not forward or not (self._adapter.reads_losses or self._aggregates.unverified):
             return None
         with torch.no_grad():
-            trainer_loss = TrainerLoss(loss, denominator, forward, self._operands)
+            known = torch.nan if denominator is None or self._denominators.losses_differ else denominator
+            trainer_loss = TrainerLoss(loss, known, forward, self._operands)
             samples = self._kind.losses(trainer_loss, self.per_sample_losses, batch)
             if samples is None:
                 return None
-            loss = loss - auxiliary_loss(forward[0], self.model)
-            if denominator is None or self._denominators.losses_differ:
-                denominator = torch.nan
-            samples = samples.checked(loss, denominator)
+            samples = samples.checked(loss - auxiliary_loss(forward[0], self.model), known)
         reader = next((t for t in self._adapter.chain.samples.transforms if "losses" in t.needs), None)
         if reader is not None and bool(samples.losses.isnan().any()):
             raise LossesError(

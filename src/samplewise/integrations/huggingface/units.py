@@ -221,7 +221,7 @@ def loss_without_graph(trainer: Any, model: nn.Module, inputs: Any, num_items: A
 
 
 def depends_on_items(trainer: Any, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:
-    """True if the loss of a batch changes with `num_items_in_batch`; None if it is zero or not finite. All ranks agree."""
+    """True if the loss of a batch changes with `num_items_in_batch`; None if it is zero or not finite."""
     once, twice = collectives.all_reduce_scalars(
         loss_without_graph(trainer, model, inputs, num_items), loss_without_graph(trainer, model, inputs, 2 * num_items)
     )
