@@ -34,7 +34,7 @@ from samplewise.core.batches import cut, leaves
 from samplewise.core.state import random_state_restored, reseed
 from samplewise.errors import LossesError, PrivacyError
 from samplewise.integrations.huggingface.denominators import METRICS
-from samplewise.integrations.transformers_losses import TOLERANCE
+from samplewise.integrations.transformers_losses import TOLERANCE, KnownLosses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import split_entries
 from samplewise.parallel.collectives import on_every_rank
@@ -83,6 +83,7 @@ class PrivateTraining:
         self._loader: Any = None
         self._undo = ExitStack()  # what `begin` has changed in the model
         self._unchecked_draws = FIRST_DRAWS  # number of draws that will be compared with samples without padding
+        self._knows_shift = False  # whether `_loss_shifts_labels` of the trainer was compared with its loss
         self._outputs: list[Any] = []  # of the forward passes of one call of compute_loss
         self._is_computing = False  # losses of samples: nothing may be logged
 
@@ -196,17 +197,35 @@ class PrivateTraining:
         labels = dict(inputs)  # compute_loss may remove them
         with self._computing(trainer), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs)
+            if not self._knows_shift and self._outputs and bool(loss.isfinite()):
+                self._choose_shift(loss.detach(), labels)
             samples = trainer.per_sample_losses(self._outputs[0], labels) if self._outputs else None
         if samples is not None:
-            counts = torch.ones_like(samples.losses) if samples.counts is None else samples.counts
-            agree = samples.agree(loss.detach(), counts.sum().clamp(min=1))
+            agree = samples.agree(loss.detach(), _counts(samples).sum().clamp(min=1))
             if bool(agree | ~loss.isfinite()):  # a sample that is not finite contributes nothing
-                return samples.losses / counts.clamp(min=1)
+                return samples.losses / _counts(samples).clamp(min=1)
         raise LossesError(
             "privacy= clips the gradient of the loss of each sample, which must be known; found a loss of "
             f"{type(trainer).__name__} that is not the mean of cross-entropies, or of a regression or multi-label "
             "head, over the samples or labels of a batch. Override per_sample_losses(outputs, batch) for it."
         )
+
+    @torch.no_grad()
+    def _choose_shift(self, loss: Tensor, labels: Any) -> None:
+        """Set whether logits predict the next label, as those of a causal language model do: the Trainer knows it of
+        some models only. With one of the two, the losses of the samples add up to the loss of the Trainer.
+        """
+        trainer = self._trainer
+        expected = getattr(trainer, "_loss_shifts_labels", False)
+        differences: dict[bool, float] = {}
+        for shifted in (expected, not expected):
+            trainer._loss_shifts_labels = shifted
+            samples = trainer.per_sample_losses(self._outputs[0], labels)
+            if samples is not None:
+                difference = samples.losses.sum() / _counts(samples).sum().clamp(min=1) - loss
+                differences[shifted] = float(difference.abs().nan_to_num(torch.inf))
+        trainer._loss_shifts_labels = min(differences, key=lambda shifted: differences[shifted], default=expected)
+        self._knows_shift = True
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook: also in eval mode and without a graph, in which the step compares samples."""
@@ -303,6 +322,11 @@ class PrivateTraining:
         if self.plan.observe:
             return output
         return output._replace(training_loss=float("nan"), metrics=self.public(output.metrics))
+
+
+def _counts(samples: KnownLosses) -> Tensor:
+    """(B,) labels of each sample."""
+    return torch.ones_like(samples.losses) if samples.counts is None else samples.counts
 
 
 def _equal(batch: Any, other: Any) -> bool:
