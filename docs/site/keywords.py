@@ -10,6 +10,7 @@ KEYWORDS = {
     "tutorials/accumulation": "gradient accumulation, accumulate gradients, effective batch size, large batch, "
     "minibatch, mini-batch, resume training",
     "tutorials/private-training": "DP-SGD, DPSGD, differential privacy, privacy budget, epsilon",
+    "tutorials/dp-lora": "DP-SGD, LoRA, peft, private fine-tuning, membership inference, Trainer, SFTTrainer, TRL",
     "tutorials/influence": "influence functions, data attribution, explain prediction, training data attribution",
     "tutorials/lora": "fine-tuning, language model, LLM, LoRA, peft, transformers, instruction tuning, SFT",
     "tutorials/one-sample": "one sample at a time, online learning, single sample, batch size 1, streaming, stream, "

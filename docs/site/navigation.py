@@ -7,6 +7,7 @@ NAVIGATION = {
         "tutorials/wrong-labels",
         "tutorials/accumulation",
         "tutorials/private-training",
+        "tutorials/dp-lora",
         "tutorials/influence",
         "tutorials/lora",
         "tutorials/one-sample",

@@ -65,7 +65,7 @@ def gpt2(**options):
 def llama(head=LlamaForCausalLM, **options):
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return head(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, pad_token_id=0, **sizes, **options))
+    return head(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, pad_token_id=0, **{**sizes, **options}))
 
 
 def t5():

@@ -208,19 +208,6 @@ def test_no_privacy_is_accepted():
     refuse_privacy(None, "the Trainer")
 
 
-def test_hugging_face_refuses_privacy():
-    pytest.importorskip("transformers")
-    from transformers import Trainer
-
-    from samplewise.integrations.huggingface import PerSample
-
-    class PrivateTrainer(PerSample, Trainer):
-        pass
-
-    with pytest.raises(sw.PrivacyError, match=MESSAGE):
-        PrivateTrainer(privacy=sw.Privacy(**PRIVACY))
-
-
 def test_lightning_refuses_privacy():
     pytest.importorskip("lightning")
     from samplewise.integrations.lightning import PerSample

@@ -102,16 +102,7 @@ if trainer.args.process_index == 0:
 def run_on_one_and_two_ranks(code, directory, task, *arguments):
     code_of_one, errors = finished(run(code, directory, "one", task, 1, *arguments))
     assert code_of_one == 0, errors
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        run(code, directory, "two", task, 2, *arguments,
-            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in range(2)
-    ]  # fmt: skip
-    for code_of_rank, errors in map(finished, ranks):
-        assert code_of_rank == 0, errors
+    on_two_ranks(code, directory, "two", task, 2, *arguments)
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -178,3 +169,92 @@ def test_units_of_own_losses_on_two_ranks(task, tmp_path):
     assert first["norm"].to_pylist() == pytest.approx(second["norm"].to_pylist(), rel=1e-4)
     weights = second["weight"].to_pylist()
     assert first["weight"].to_pylist() == pytest.approx(weights, rel=1e-4) and min(weights) < 1
+
+
+# --- privacy ---------------------------------------------------------------------------------------------------------
+
+PRIVATE = """
+import os, signal
+from unittest import mock
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+from samplewise.privacy.private_update import PrivateUpdate
+
+directory, moment, number, seed, mutant = sys.argv[1:6]
+
+class Kill(TrainerCallback):
+    # "before" the parameters change, after the release is recorded; or "after" the update
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if (moment, state.global_step) == ("before", int(number)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if (moment, state.global_step - 1) == ("after", int(number)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+options = {"ddp_backend": "gloo"} if ranks > 1 else {}
+if not mutant:
+    options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
+model = llama()
+if not mutant:
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2))
+plan = {"noise_multiplier": 0.5, "delta": 1e-3, "updates": 9, "sample_rate": 0.25, "clip": 0.2, "accountant": "rdp"}
+exact = PrivateUpdate._noise_std
+with mock.patch.object(PrivateUpdate, "_noise_std", lambda self: exact(self) / (ranks if mutant == "less" else 1)):
+    trainer = PerSampleTrainer(
+        model, arguments(directory, 2, **options), train_dataset=texts(12), callbacks=[Kill()],
+        privacy=sw.Privacy(**plan, seed=int(seed) if seed else None),
+    )
+    trainer.train(resume_from_checkpoint=moment == "resume")
+assert trainer.privacy.spent().updates == 9
+if trainer.args.process_index == 0:
+    torch.save(vector(trainer.accelerator.unwrap_model(trainer.model)), directory + "/end.pt")
+"""
+
+
+def releases(directory):
+    """Lines of the log without that of the settings."""
+    return (directory / "privacy.jsonl").read_text().splitlines()[1:]
+
+
+@pytest.mark.parametrize(("moment", "seed"), [("before", 1), ("after", 1), ("before", "")])
+def test_a_killed_private_training_repeats_its_updates(moment, seed, tmp_path):
+    """Adapters with dropout, killed after the checkpoint of four updates. Without a seed, the key is that of a file."""
+    killed = tmp_path / "killed"
+    assert finished(run(PRIVATE, killed, moment, 5, seed, ""))[0] == -signal.SIGKILL
+    before = releases(killed)
+    assert len(before) == 6  # the last one is recorded
+    assert (killed / "privacy.key").exists() == (not seed)
+    code, errors = finished(run(PRIVATE, killed, "resume", 0, seed, ""))
+    assert code == 0, errors
+    assert releases(killed)[:6] == before and len(releases(killed)) == 9
+    assert not (killed / "privacy.key").exists()
+    if seed:
+        code, errors = finished(run(PRIVATE, tmp_path / "whole", "never", 0, seed, ""))
+        assert code == 0, errors
+        assert releases(killed) == releases(tmp_path / "whole")
+        assert torch.equal(torch.load(killed / "end.pt"), torch.load(tmp_path / "whole/end.pt"))
+
+
+def on_two_ranks(code, *arguments):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        run(code, *arguments, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(2)
+    ]
+    for returned, errors in map(finished, ranks):
+        assert returned == 0, errors
+
+
+@pytest.mark.parametrize("mutant", ["none", "less"])
+def test_private_updates_of_two_ranks_equal_those_of_one(mutant, tmp_path):
+    """Draws of which a rank has no samples are among them. Mutant "less": noise / number of ranks."""
+    code, errors = finished(run(PRIVATE, tmp_path / "one", "never", 0, 1, "none"))
+    assert code == 0, errors
+    on_two_ranks(PRIVATE, tmp_path / "two", "never", 0, 1, mutant)
+    first, second = (torch.load(tmp_path / name / "end.pt") for name in ("one", "two"))
+    assert ((first - second).abs().max().item() <= 1e-6) == (mutant == "none")

@@ -85,6 +85,8 @@ FIXED_OF = {
     "operator": {"itemgetter", "methodcaller"},
 }
 NAMESPACES = ("types", "argparse", "collections", "_thread", "functools", "enum")  # modules with classes for records
+# Packages with thousands of functions, in whose globals and classes no forward pass keeps values.
+MODEL_PACKAGES = frozenset(("transformers", "peft", "accelerate", "huggingface_hub", "trl", "bitsandbytes"))
 FIXED_MODULES = ("datetime", "decimal", "fractions", "re", "typing", "numpy", "zoneinfo", "uuid")
 
 
@@ -241,7 +243,7 @@ class Reachable:
         cells = [cell for cell in function.__closure__ or () if _is_filled(cell)]
         self._refer(depth, [Variable(cell, "") for cell in cells])
         self.absent += [("{} == CellType()", cell) for cell in function.__closure__ or () if not _is_filled(cell)]
-        if library or (self._executed is None and _is_foreign_name(function.__globals__.get("__name__", ""))):
+        if library or (self._executed is None and _has_foreign_code(function.__globals__.get("__name__", ""))):
             return
         self.codes |= set(_nested(code))
         self._refer(depth, [Variable(function, name) for name in ("__code__", "__defaults__", "__kwdefaults__")])
@@ -266,7 +268,7 @@ class Reachable:
     def _visit_module(self, module: ModuleType, names: set[str], depth: int) -> None:
         """Follow the attributes of a Python module that have one of these names."""
         library = is_library_name(module.__name__)
-        if self._executed is None and (library or _is_foreign_name(module.__name__)):
+        if self._executed is None and (library or _has_foreign_code(module.__name__)):
             return
         if self._executed is not None and not (library or _is_foreign_name(module.__name__)):
             self.sized.append(vars(module))
@@ -289,7 +291,7 @@ class Reachable:
     def _visit_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
             module = _module_of(base)
-            foreign = module == "builtins" or (self._executed is None and _is_foreign_name(module))
+            foreign = module == "builtins" or (self._executed is None and _has_foreign_code(module))
             if foreign or (base is not kind and id(base) in self._seen):
                 continue
             if is_library_name(module):  # the user may have added numbers
@@ -457,3 +459,10 @@ def _is_foreign_name(name: str) -> bool:
     """
     top = name.partition(".")[0]
     return top == "numpy" or (top in sys.stdlib_module_names and top != "__main__")
+
+
+def _has_foreign_code(name: str) -> bool:
+    """Test for the name of a Python module whose functions and classes need not be followed. Objects of a model package
+    are followed: a model may keep values in them.
+    """
+    return _is_foreign_name(name) or name.partition(".")[0] in MODEL_PACKAGES

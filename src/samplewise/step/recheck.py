@@ -42,6 +42,7 @@ from samplewise.engine.strategies import gradient_of
 from samplewise.errors import LossesError, NonFiniteGradientError, SamplesInteractError
 from samplewise.step.forward import AUTOCAST_DTYPES, LossEvaluator
 
+HALF = {torch.float16, torch.bfloat16}
 ALONE = 8  # number of samples that are computed alone: enough to detect interaction
 PROJECTED = 32  # dimensions of projected gradients, which are compared for sharded models to save memory
 
@@ -301,10 +302,13 @@ class Recheck:
         return gradient_of(loss, self.evaluator.trained.trainable(), torch.ones_like(loss))
 
     def _tolerance(self, losses: Tensor) -> float:
-        """Relative tolerance: three times the square root of the machine epsilon, about half of the digits."""
+        """Relative tolerance: three times the square root of the machine epsilon, about half of the digits; of the
+        coarsest dtype, because frozen layers in half precision round values between adapters in float32.
+        """
         precision = self.evaluator.precision.name
         cast = None if precision is None else AUTOCAST_DTYPES[precision]
-        return 3 * torch.finfo(cast or losses.dtype).eps ** 0.5
+        dtypes = {p.dtype for module in self.evaluator.modules for p in module.parameters()} & HALF
+        return 3 * max(torch.finfo(dtype).eps for dtype in (cast or losses.dtype, *dtypes)) ** 0.5
 
     def _broadcast(self, microbatch: Any) -> str | None:
         """Description of an operation that combines shapes (B, 1) and (B,), as of prediction and target; None if there

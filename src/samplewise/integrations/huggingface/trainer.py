@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,20 +14,21 @@ from transformers import Trainer
 
 from samplewise.engine.gradients import gradients
 from samplewise.errors import GraphError, LossesError
-from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first, refuse_privacy
+from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first
 from samplewise.integrations.huggingface.aggregates import Aggregates, check_aggregate
 from samplewise.integrations.huggingface.batch_kinds import kind_of, unsupported, with_prompt_columns
 from samplewise.integrations.huggingface.denominators import Denominator, Denominators
 from samplewise.integrations.huggingface.outputs import OutputsHook
+from samplewise.integrations.huggingface.private import PrivacyCallback, PrivateTraining, check_not_private
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_id_column, with_packed_ids
 from samplewise.integrations.huggingface.reductions import Reductions, TrainerLoss
 from samplewise.integrations.huggingface.sentence_losses import SentenceLosses
 from samplewise.integrations.transformers_losses import KnownLosses, auxiliary_loss, known_losses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import Indexed, split_entries
-from samplewise.privacy.privacy import Privacy
+from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.step.backward import Rest, checked_chain
-from samplewise.transforms.chain import Transforms
+from samplewise.transforms.chain import Transforms, as_chain
 from samplewise.transforms.per import Per
 
 if TYPE_CHECKING:
@@ -66,6 +68,11 @@ class PerSample(Base):
     A sample is a row of the batch; a pair in the trainers of TRL for preferences (DPO, Reward, ORPO, CPO); a completion
     in those that generate or judge them (GRPO, RLOO, KTO); a document with packing or padding-free batches.
 
+    privacy: `sw.Privacy`, for differential privacy. An update is then one of its draws, in microbatches of
+    per_device_train_batch_size; the loss of a sample is the mean over its own labels; max_steps is `updates` of the
+    plan. The release log is in args.output_dir, and `trainer.privacy.spent()` is the privacy spent so far. Training
+    losses are not logged, and a ledger is refused.
+
     Without transforms, training is bit-identical to that of the Trainer, with one exception: with gradient accumulation
     or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches, if the loss
     is a mean. Losses that ignore `num_items_in_batch` are found in the first step and scaled accordingly.
@@ -95,11 +102,12 @@ class PerSample(Base):
         rest: Rest = "refuse",
         **kwargs: Any,
     ):
-        refuse_privacy(privacy, "the Hugging Face Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
         check_aggregate(self, aggregate)
-        self._adapter = Adapter(checked_chain(transforms), ledger, aggregate, rest)
+        chain = checked_chain(transforms) if privacy is None else as_chain(transforms)
+        self._private = None if privacy is None else PrivateTraining(privacy, chain, ledger, aggregate)
+        self._adapter = Adapter(chain, ledger, aggregate, rest)
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self, denominator)
         self._aggregates = Aggregates(aggregate, self._label_counts)
@@ -109,6 +117,8 @@ class PerSample(Base):
         indexed = next((value for value in (*args, *kwargs.values()) if isinstance(value, Indexed)), None)
         self._ledger = TrainerLedger(self._adapter, indexed)
         super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
+        if self._private is not None:
+            self._private.attach(self)
         check_supported(self)
         self._kind = kind_of(self)
         self.add_callback(LedgerCallback(self._ledger))
@@ -144,12 +154,22 @@ class PerSample(Base):
         self._ledger.begin(self)
         with self._adapter.training():
             try:
-                return super().train(*args, **kwargs)
+                if self._private is None:
+                    return super().train(*args, **kwargs)
+                with self._private.training():
+                    return self._private.public_output(super().train(*args, **kwargs))
             finally:
                 self._outputs_hook.remove()
 
+    @property
+    def privacy(self) -> PrivacyMeter | None:
+        """Privacy of the training: `spent()`, `left` and `zeroed`; None without privacy=."""
+        return None if self._private is None else self._private.meter
+
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log of the Trainer; lines with the loss of training also get the norms since the last one."""
+        if self._private is not None:
+            logs = self._private.public(logs)
         values = self._adapter.take_log() if "loss" in logs else {}
         super().log({**logs, **values}, *args, **kwargs)
 
@@ -163,12 +183,14 @@ class PerSample(Base):
         self.data_collator = self._kind.collator(collator, extra)
         self._signature_columns = [*columns, *extra]
         try:
-            return super().get_train_dataloader()
+            return super().get_train_dataloader() if self._private is None else self._private.loader()
         finally:
             self.data_collator = collator
             self._signature_columns = columns
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        if self._private is not None:
+            return list(islice(args[0], 1)), None  # a draw is an update, and its number of labels is private
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         extra = self._extra_columns()
         self._denominators.start_window([split_entries(batch, extra)[0] for batch in batches])
@@ -177,6 +199,8 @@ class PerSample(Base):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The training step of the Trainer, with per-sample gradients in place of its call of accelerator.backward."""
+        if self._private is not None:
+            return self._private.update(model, inputs)
         batch = inputs
         self._kind.check(batch)
         inputs, _ = split_entries(batch, self._extra_columns())
@@ -233,6 +257,14 @@ class PerSample(Base):
         """The dataset as TRL tokenizes and packs it, with the ids of the packed documents."""
         return with_packed_ids(super()._prepare_dataset, dataset, self._adapter.columns, *args, **kwargs)
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        return super().floating_point_ops(inputs) if self._private is None else 0  # the size of a draw is private
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        if self._private is not None:
+            self._private.check_published()
+        return super().push_to_hub(*args, **kwargs)
+
     def _extra_columns(self) -> list[Hashable]:
         """Columns of the batch that the model does not read: ids, and those of ledger, transforms and aggregate."""
         self._set_signature_columns_if_needed()
@@ -244,9 +276,13 @@ class PerSample(Base):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
+        if self._private is None:
+            check_not_private(self.state)
         for callback in self.callback_handler.callbacks:  # the Trainer may have made a new object
             if isinstance(callback, LedgerCallback):
                 callback.ledger = self._ledger
+            elif isinstance(callback, PrivacyCallback):
+                callback.private = self._private
 
     # --- backward pass -----------------------------------------------------------------------------------------------
 
