@@ -9,6 +9,7 @@ NAVIGATION = {
         "tutorials/private-training",
         "tutorials/influence",
         "tutorials/lora",
+        "tutorials/preferences",
         "tutorials/one-sample",
         "tutorials/users",
     ],
