@@ -135,6 +135,23 @@ def test_outputs_are_shown_below_their_block(monkeypatch):
     assert shown.index("print(3)") < shown.index("\n3\n") < shown.index("/outputs/page/0-1.png") < shown.index("end")
 
 
+def test_outputs_that_a_page_contains_are_kept(monkeypatch):
+    monkeypatch.syspath_prepend(SITE)
+    outputs = runpy.run_path(str(SITE / "outputs.py"))
+    result = {"blocks": [{"text": "3\n", "figures": []}, {"text": "", "figures": ["1-1.png"]}], "seconds": 1.2}
+    text = "```python\nprint(n)\n```\n\n```text\n4\n```\n\n```python\nplot()\n```\n\n![Lines](full.png)\n"
+    assert outputs["shown"](text, result, "/outputs/page") == text
+
+
+def test_a_block_that_needs_another_package_is_not_run(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n<!-- needs: trl -->\n```python\n1 / 0\n```\n")
+    run = execute(page, tmp_path)
+    assert run.returncode == 0, run.stderr
+    blocks = json.loads((tmp_path / "out" / "outputs.json").read_text())["blocks"]
+    assert [block["text"] for block in blocks] == ["1\n", ""]
+
+
 # --------------------------------------------------------------------------------------- search
 
 

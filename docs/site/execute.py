@@ -16,6 +16,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 BLOCK = re.compile(r"^```python$\n(.*?)^```$", re.M | re.S)
+NEEDS = re.compile(r"<!-- needs: \w+ -->\s+\Z")  # before a block that tests/integrations runs
 FIGURES = {
     "figure.facecolor": "white",  # the figures stay on white paper in the dark theme
     "figure.dpi": 100,
@@ -33,6 +34,9 @@ def run(text: str, path: Path, target: Path) -> dict[str, object]:
     found = []
     start = time.process_time()
     for number, block in enumerate(BLOCK.finditer(text)):
+        if NEEDS.search(text, 0, block.start()):
+            found.append({"text": "", "figures": []})
+            continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             # Leading newlines make a traceback point at the line of the page.

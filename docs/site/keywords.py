@@ -13,6 +13,7 @@ KEYWORDS = {
     "tutorials/dp-lora": "DP-SGD, LoRA, peft, private fine-tuning, membership inference, Trainer, SFTTrainer, TRL",
     "tutorials/influence": "influence functions, data attribution, explain prediction, training data attribution",
     "tutorials/lora": "fine-tuning, language model, LLM, LoRA, peft, transformers, instruction tuning, SFT",
+    "tutorials/preferences": "DPO, direct preference optimization, RLHF, preference data, reward model, TRL",
     "tutorials/one-sample": "one sample at a time, online learning, single sample, batch size 1, streaming, stream, "
     "incremental learning, continual learning, stochastic gradient descent",
     "tutorials/users": "federated, user-level, per-user, group, personalization, class imbalance",

@@ -10,6 +10,7 @@ NAVIGATION = {
         "tutorials/dp-lora",
         "tutorials/influence",
         "tutorials/lora",
+        "tutorials/preferences",
         "tutorials/one-sample",
         "tutorials/users",
     ],
