@@ -188,8 +188,6 @@ def test_example_runs_without_a_warning(path, tmp_path, monkeypatch, capsys):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-        # transformers 5.23 has renamed what peft 0.21, the latest release, calls.
-        warnings.filterwarnings("default", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             runpy.run_path(str(path), run_name="__main__")
     finally:
         torch.set_num_threads(threads)

@@ -113,13 +113,13 @@ PRODUCT = """
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x.t(), weight)  # its first dimension is not that of the samples
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx, g):
-        x, weight = ctx.saved_tensors
-        return g @ weight, g.t() @ x
+        columns, weight = ctx.saved_tensors
+        return g @ weight, (columns @ g).t()
 
 
 class Layer(nn.Linear):

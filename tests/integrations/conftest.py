@@ -7,6 +7,7 @@ import pytest
 
 NEEDED = {
     "test_huggingface_trl.py": "trl",
+    "test_huggingface_pairs.py": "trl",
     "test_sentence_transformers.py": "sentence_transformers",
     "test_huggingface_private_trl.py": "trl",
     "test_keras_snippet.py": "tensorflow",

@@ -41,6 +41,7 @@ def owners_of_indexed_rows(
     if rows is None or index is None or rows[0] != 0:
         return None
     owner = rows[1]
+    index = index._replace(rows=index.rows.to(owner.device))  # a tensor on an accelerator may have an index on the CPU
     result: dict[int, OwnerMap | None] = {}
     for position in positions:
         child = graph.reach.operands[at][position]
