@@ -121,7 +121,8 @@ CRITERIA = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(4, 1), (2, 2), pytest.param((1, 3), marks=pytest.mark.slow)])
+@pytest.mark.sweep(1 / 3)
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (1, 3)])
 @pytest.mark.parametrize("name", CRITERIA)
 def test_own_losses(name, sizes, tmp_path, caplog):
     criterion = CRITERIA[name]
@@ -132,6 +133,7 @@ def test_own_losses(name, sizes, tmp_path, caplog):
     assert len(divided) == (sizes != (4, 1) and not is_sum and ours.model_accepts_loss_kwargs)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("name", ["sum", "focal sum"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_recording_a_sum_is_bit_identical(name, accumulate, tmp_path):
@@ -244,6 +246,7 @@ TOKEN_CRITERIA = {  # name -> criterion, denominator of a sample; None: a sum
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("name", TOKEN_CRITERIA)
 def test_own_losses_of_tokens(name, sizes, tmp_path):
@@ -320,6 +323,7 @@ def speech(n, ragged=True):
     return samples
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
