@@ -11,6 +11,7 @@ NEEDED = {
     "test_huggingface_pairs.py": "trl",
     "test_sentence_transformers.py": "sentence_transformers",
     "test_huggingface_private_trl.py": "trl",
+    "test_what_runs.py": "trl",
     "test_keras_snippet.py": "tensorflow",
 }
 collect_ignore = [file for file, package in NEEDED.items() if find_spec(package) is None]
