@@ -153,6 +153,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_objects():
+    """The same for what earlier tests have left behind, such as compiled functions."""
+    gc.freeze()
+
+
 # --------------------------------------------------------------------------------------------------------- summary
 
 

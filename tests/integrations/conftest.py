@@ -1,6 +1,5 @@
 """Tests of frameworks that are not installed are not collected: `make test-integrations` installs all of them."""
 
-import gc
 import os
 from importlib.util import find_spec
 
@@ -15,13 +14,6 @@ NEEDED = {
     "test_keras_snippet.py": "tensorflow",
 }
 collect_ignore = [file for file, package in NEEDED.items() if find_spec(package) is None]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _frozen_objects():
-    """The Trainer collects garbage after each training, which takes a second with the objects of earlier tests."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ def _run(options):
     return run(**options)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("transforms", ["plain", "clip"])
 @pytest.mark.parametrize("split", SPLITS[:3], ids=str)
 @pytest.mark.parametrize("unit", UNITS)
@@ -48,7 +49,7 @@ def test_transforms_on_three_ranks(three, unit, split, transforms):
     compare(three, unit, transforms=transforms, **split)
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("transforms", ["plain", "clip", "group and clip"])
 @pytest.mark.parametrize("how", ["fsdp", "sharded"])
 @pytest.mark.parametrize("unit", ["sample", "group", "constant"])
