@@ -61,7 +61,7 @@ def test_code_blocks_run_in_order_without_a_warning(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # transformers 5.23 has renamed what peft 0.21, the latest release, calls.
-        warnings.filterwarnings("default", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         for line, code in _blocks(text):
             if NEEDS.search(text, 0, text.index(code)):
                 continue  # tests/integrations runs it
@@ -133,7 +133,7 @@ def test_each_how_to_section_runs_alone(section):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # transformers 5.23 has renamed what peft 0.21, the latest release, calls.
-        warnings.filterwarnings("default", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         exec(compile(HOW_TO[section], section, "exec"), {"__name__": section})
 
 

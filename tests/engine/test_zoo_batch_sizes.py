@@ -46,7 +46,7 @@ FEW = [CASES[name] for name in REPRESENTATIVE]
 REST = [case for case in INDEPENDENT if case.name not in REPRESENTATIVE]
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 4)
 @sized(1)
 def test_one_sample(case, B):
     compare(case, B)
@@ -59,7 +59,7 @@ def test_two_samples(case, B):
 
 
 @pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 4)
 @sized(7)
 def test_as_many_samples_as_tokens(case, B):
     compare(case, B, ["norms", "weighted sum", "full"])

@@ -34,7 +34,7 @@ def named(cases):
     return pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 5)
 @named(case for case in INDEPENDENT if case.traits.float32)
 def test_float32_against_float64_rows(case):
     prepare_comparison(case, FP32).compare()

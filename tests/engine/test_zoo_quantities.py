@@ -51,13 +51,13 @@ def test_all_quantities_of_one_g(case):
     compare_all_quantities(case, None)
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 12)
 @all_cases
 def test_all_quantities_of_one_g_twice(case):
     compare_all_quantities(case, "twice")
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 12)
 @all_cases
 def test_all_quantities_of_one_g_full(case):
     compare_all_quantities(case, "full")
@@ -117,20 +117,20 @@ def compare_paired_dots(case, strategy=None):
     assert_same(ga.dot(gb), sum(pairs.values()), what="paired dot", terms=largest(rows.flat()) ** 2)
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 6)
 @all_cases
 def test_paired_dot(case):
     compare_paired_dots(case)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("case", HANDFUL, ids=lambda case: case.name)
 @pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
 def test_paired_dot_of_every_strategy(case, strategy):
     compare_paired_dots(case, strategy)
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 5)
 @all_cases
 def test_backward_adds_the_weighted_sum_to_grad(case):
     model, losses, rows = prepare(case)
@@ -170,7 +170,7 @@ def test_answers_do_not_depend_on_how_the_parameters_are_handed_over(case):
     assert_same(tensors.norms(), rows.norms(), what="norms, list")
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 5)
 @module_free
 def test_one_parameter_alone(case):
     """The others stay in the graph, wanted by nobody."""

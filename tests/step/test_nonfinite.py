@@ -649,7 +649,7 @@ def test_a_count_that_is_not_finite(count, numbers, transforms):
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("numbers", NUMBERS[:3], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_later_count_that_is_infinite(numbers, compile):
@@ -670,7 +670,7 @@ def test_a_later_count_that_is_infinite(numbers, compile):
     torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 def test_weights_with_a_negative_sum_cannot_be_divided_by(numbers, compile):
