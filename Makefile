@@ -24,7 +24,7 @@ ATTRIBUTION := .venv-attribution
 TORCH_VENV  ?= .venv-torch-$(TORCH)
 # `make test-transformers TRANSFORMERS=4.57.6` tests the Hugging Face integration with another version of transformers.
 TRANSFORMERS_VENV  ?= .venv-transformers-$(TRANSFORMERS)
-TRANSFORMERS_TESTS ?= $(filter-out %_trl.py,$(wildcard tests/integrations/test_h*f*.py))
+TRANSFORMERS_TESTS ?= $(filter-out %_trl.py %_pairs.py,$(wildcard tests/integrations/test_h*f*.py))
 # Not run: tests of the report, the documents, the types and the distributions, which hardly depend on torch.
 TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycache__/),$(wildcard tests/*/)) \
 	$(filter-out tests/test_docs.py,$(wildcard tests/test_*.py))

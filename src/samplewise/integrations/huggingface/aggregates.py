@@ -25,12 +25,13 @@ from samplewise.transforms.per import Per, as_per, divide_by_counts
 class Aggregates:
     """Scales of the samples' losses, for the accumulated batches of a trainer.
 
-    aggregate: None leaves losses as they are, as per("token") does
+    aggregate: None leaves losses as they are
     count: function of a batch that returns the number of labels of each sample, (B,)
     """
 
     def __init__(self, aggregate: Per | None, count: Callable[[Any], Tensor]):
-        self._aggregate = None if aggregate == Per("token") else aggregate
+        self._aggregate = aggregate
+        self._by_token = aggregate == Per("token")
         self._count = count
         self._batches: list[Any] = []  # accumulated for the next update, on this rank
         self._totals: dict[Hashable, float] = {}  # Σ counts of each group in the batches of all ranks
@@ -69,7 +70,8 @@ class Aggregates:
             if self._aggregate.grouping is not None:
                 of_group = [self._totals[key] for key in self._keys(batch, len(counts))]
                 totals = torch.tensor(of_group, dtype=counts.dtype, device=counts.device)
-            scale, _ = divide_by_counts(torch.ones_like(counts), counts, totals)
+            if not self._by_token:  # whose loss of a sample is the sum over its tokens
+                scale, _ = divide_by_counts(torch.ones_like(counts), counts, totals)
         own = self._divisor / collectives.size()
         return replace(values, loss=values.loss * (denominator / own), scale=scale), own
 
@@ -82,15 +84,16 @@ class Aggregates:
         if self._aggregate.constant is not None:
             return self._aggregate.constant
         if self._aggregate.grouping is None:
-            samples = sum(int((self._count(batch) > 0).sum()) for batch in batches)
-            return max(collectives.all_reduce_scalars(samples)[0], 1.0)
-        here: dict[Hashable, float] = {}
+            numbers = [self._count(batch) for batch in batches]
+            here = sum(float(counts.sum() if self._by_token else (counts > 0).sum()) for counts in numbers)
+            return max(collectives.all_reduce_scalars(here)[0], 1.0)
+        of_groups: dict[Hashable, float] = {}
         for batch in batches:
             counts = self._count(batch).tolist()
             for key, count in zip(self._keys(batch, len(counts)), counts, strict=True):
-                here[key] = here.get(key, 0.0) + count
+                of_groups[key] = of_groups.get(key, 0.0) + count
         self._totals = {}
-        for groups in collectives.all_gather_object(here):
+        for groups in collectives.all_gather_object(of_groups):
             for key, total in groups.items():
                 self._totals[key] = self._totals.get(key, 0.0) + total
         return float(max(sum(total > 0 for total in self._totals.values()), 1))
