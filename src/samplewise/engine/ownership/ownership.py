@@ -16,7 +16,6 @@ from torch.nn.parallel import distributed as ddp
 
 from samplewise.engine.graph.graph import EdgeKey, Graph, Node, is_python_function, numel
 from samplewise.engine.graph.saved import block_of, saved_tensor_names
-from samplewise.engine.ownership.index_rows import owners_of_indexed_rows
 from samplewise.engine.ownership.layouts import MOVERS, UNDECIDED, VIEWS, Mover, RowOwners, SampleDim, locate
 from samplewise.engine.ownership.local_probe import COPYING, Claim, hold, probe_node
 from samplewise.engine.ownership.owner_map import (
@@ -149,10 +148,7 @@ def _move_through(
             answer = None
         operand_maps.append(answer)
     if unknown and probes:
-        answers_of_node = None
-        if not ownership.exact:
-            answers_of_node = owners_of_indexed_rows(graph, at, owner_maps, unknown)
-            answers_of_node = answers_of_node or _claimed_before(graph, at, owner_maps, unknown)
+        answers_of_node = None if ownership.exact else _claimed_before(graph, at, owner_maps, unknown)
         answers_of_node = answers_of_node or probe_node(graph, node, owner_maps, unknown, ownership.exact)
         ownership.contradicted |= ownership.probed and None in answers_of_node.values()
         for position, owner_map in answers_of_node.items():
