@@ -23,7 +23,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -210,6 +210,15 @@ def _gather(tensor: Tensor) -> Tensor:
 def all_gather_object(value: Any) -> list[Any]:
     """All-gather of a picklable object; returns a list ordered by rank."""
     return [_unpickled(data) for data in all_gather_tensors(_pickled(value))] if size() > 1 else [value]
+
+
+def sum_by_key(sums: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    """Sums over ranks of the numbers under each key; the ranks may have different keys. Collective."""
+    totals: dict[Hashable, float] = {}
+    for of_rank in all_gather_object(sums):
+        for key, number in of_rank.items():
+            totals[key] = totals.get(key, 0.0) + number
+    return totals
 
 
 def all_equal(value: Any) -> bool:

@@ -73,6 +73,34 @@ class Accumulator(ABC):
         return None
 
 
+class AccumulatorWrapper(Accumulator):
+    """Base class of accumulators that change how another one, `inner`, gets its microbatches."""
+
+    def __init__(self, inner: Accumulator):
+        self._inner = inner
+        self.needs_window = inner.needs_window
+        self.knows_norms = inner.knows_norms
+        self.exchanges = inner.exchanges
+        self.checks_at_once = inner.checks_at_once
+
+    @property
+    def first_stats(self) -> list[tuple[Stage, SampleStats]] | None:
+        return self._inner.first_stats
+
+    @first_stats.setter
+    def first_stats(self, stats: list[tuple[Stage, SampleStats]] | None) -> None:
+        self._inner.first_stats = stats
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def compute_directions(self) -> None:
+        self._inner.compute_directions()
+
+    def fingerprint(self) -> list[float] | None:
+        return self._inner.fingerprint()
+
+
 class PlainAccumulator(Accumulator):
     """Accumulation without per-sample quantities: one ordinary backward pass per microbatch."""
 

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from samplewise.core.memory import copy_to_device
 from samplewise.core.microbatch import MicrobatchSize
-from samplewise.core.text import plural
 from samplewise.engine.arguments import wide_dtype
-from samplewise.errors import LossesError, TransformError
+from samplewise.errors import LossesError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
-from samplewise.step.accumulate import Accumulator
+from samplewise.step.accumulate import Accumulator, AccumulatorWrapper
 from samplewise.step.forward import LossEvaluator
-from samplewise.transforms.chain import Stage
-from samplewise.transforms.per import Per, divide_by_counts
+from samplewise.transforms.per import Per, divide_by_counts, sum_by_group
 from samplewise.transforms.stats import SampleStats
 
 
@@ -33,9 +31,7 @@ class GroupCounts:
     """
 
     def __init__(self, aggregate: Per):
-        assert aggregate.grouping is not None
-        self._aggregate = aggregate
-        self._grouping = aggregate.grouping
+        self.aggregate = aggregate
         self._ranks: Parallel | None = None  # set while the gradients of a window are summed
         self._totals: dict[Hashable, float] | None = None
         self._here: dict[Hashable, float] = {}  # of this rank
@@ -57,33 +53,19 @@ class GroupCounts:
         if self._ranks is None:
             return losses, counts
         counts = ones(losses) if counts is None else counts
-        keys = self.keys(batch, len(losses))
+        keys = self.aggregate.group_keys(batch, len(losses))
         if self._totals is None:
             self._exchange(sum_by_group(keys, counts))
         assert self._totals is not None
         totals = torch.tensor([self._totals[key] for key in keys], dtype=counts.dtype)
         return divide_by_counts(losses, counts, copy_to_device(totals, counts.device))
 
-    def keys(self, batch: Any, samples: int) -> list[Hashable]:
-        """Group of each sample of a microbatch."""
-        keys = self._grouping.keys(batch)
-        if len(keys) != samples:
-            raise TransformError(
-                f"{self._aggregate} must give one key per sample; found {plural(len(keys), 'key')} for "
-                f"{plural(samples, 'sample')}."
-            )
-        return keys
-
     def _exchange(self, here: dict[Hashable, float]) -> None:
         """Sum the counts of each group over ranks. Collective."""
         assert self._ranks is not None
         self._ranks.sums()  # raises on all ranks if one of them skips the window
-        totals: dict[Hashable, float] = {}
-        for sums in collectives.all_gather_object(here):
-            for key, total in sums.items():
-                totals[key] = totals.get(key, 0.0) + total
         self._here = here
-        self._totals = totals
+        self._totals = collectives.sum_by_key(here)
 
     def check_repeated(self, parts: Sequence[SampleStats]) -> None:
         """Raise LossesError if the passes in which gradients were summed have had other counts than the first pass."""
@@ -92,7 +74,7 @@ class GroupCounts:
         total = sum(float(part.count_sum) for part in parts)
         if abs(total - expected) > 1e-3 * abs(expected):
             raise LossesError(
-                f"a window with {self._aggregate} is computed twice if it has several microbatches, and loss_fn must "
+                f"a window with {self.aggregate} is computed twice if it has several microbatches, and loss_fn must "
                 f"return the same counts both times; found {total:g} times the counts of the groups instead of "
                 f"{expected:g}. Look for iterators, files, clocks or other state that is not in Python variables; or "
                 "use one microbatch per window."
@@ -104,19 +86,10 @@ def ones(losses: Tensor) -> Tensor:
     return torch.ones_like(losses, dtype=wide_dtype(losses.dtype), requires_grad=False)
 
 
-def sum_by_group(keys: Sequence[Hashable], counts: Tensor) -> dict[Hashable, float]:
-    sums: dict[Hashable, float] = {}
-    for key, count in zip(keys, counts.tolist(), strict=True):
-        sums[key] = sums.get(key, 0.0) + count
-    return sums
-
-
-class GroupMeansAccumulator(Accumulator):
+class GroupMeansAccumulator(AccumulatorWrapper):
     """Accumulator that gets the counts of all groups, then accumulates with `inner`. For a single microbatch, both need
     one forward pass, except if `inner` computes groups of its own in an order of its own.
     """
-
-    needs_window = True
 
     def __init__(
         self,
@@ -128,32 +101,14 @@ class GroupMeansAccumulator(Accumulator):
         one_pass: bool,
     ):
         """one_pass: the first pass of `inner`, before its first collective, is that of the whole microbatch."""
-        self._inner = inner
+        super().__init__(inner)
+        self.needs_window = True
+        self.exchanges = ranks.exchanges
         self._counts = counts
         self._evaluator = evaluator
         self._ranks = ranks
         self._size = size
         self._one_pass = one_pass
-        self.exchanges = ranks.exchanges
-        self.knows_norms = inner.knows_norms
-        self.checks_at_once = inner.checks_at_once
-
-    @property
-    def first_stats(self) -> list[tuple[Stage, SampleStats]] | None:
-        return self._inner.first_stats
-
-    @first_stats.setter
-    def first_stats(self, stats: list[tuple[Stage, SampleStats]] | None) -> None:
-        self._inner.first_stats = stats
-
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def compute_directions(self) -> None:
-        self._inner.compute_directions()
-
-    def fingerprint(self) -> list[float] | None:
-        return self._inner.fingerprint()
 
     def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         if self.exchanges:
@@ -183,6 +138,6 @@ class GroupMeansAccumulator(Accumulator):
         counts: list[Tensor] = []
         for microbatch in microbatches:
             losses, own = self._evaluator.losses(microbatch)
-            keys += self._counts.keys(microbatch, len(losses))
+            keys += self._counts.aggregate.group_keys(microbatch, len(losses))
             counts.append(ones(losses) if own is None else own)
         return sum_by_group(keys, torch.cat(counts)) if counts else {}

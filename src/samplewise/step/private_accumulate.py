@@ -19,43 +19,26 @@ from samplewise.core.batches import cut, length, take
 from samplewise.engine.deferred_checks import all_finite
 from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.privacy.privacy import PrivacyMeter
-from samplewise.step.accumulate import Accumulator, LargeTerms, PerSampleAccumulator
+from samplewise.step.accumulate import AccumulatorWrapper, LargeTerms, PerSampleAccumulator
 from samplewise.step.grouped import GroupedAccumulator
-from samplewise.transforms.chain import Stage
 from samplewise.transforms.stats import SampleStats
 from samplewise.transforms.transform import NonFiniteCoefficientError
 
 NOT_FINITE = (NonFiniteLossError, NonFiniteGradientError, NonFiniteCoefficientError)
 
 
-class PrivateAccumulator(Accumulator):
+class PrivateAccumulator(AccumulatorWrapper):
     """Accumulator that repeats a microbatch sample by sample if one of them is not finite, and leaves that one out; and
     without the samples that must be added alone.
     """
 
-    checks_at_once = True  # a microbatch is repeated as soon as one of its samples fails
     drops_samples = True
+    _inner: PerSampleAccumulator
 
     def __init__(self, inner: PerSampleAccumulator, meter: PrivacyMeter):
-        self._inner = inner
+        super().__init__(inner)
+        self.checks_at_once = True  # a microbatch is repeated as soon as one of its samples fails
         self._meter = meter
-        self.needs_window = inner.needs_window
-        self.knows_norms = inner.knows_norms
-        self.exchanges = inner.exchanges
-
-    @property
-    def first_stats(self) -> list[tuple[Stage, SampleStats]] | None:
-        return self._inner.first_stats
-
-    @first_stats.setter
-    def first_stats(self, stats: list[tuple[Stage, SampleStats]] | None) -> None:
-        self._inner.first_stats = stats
-
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def compute_directions(self) -> None:
-        self._inner.compute_directions()
 
     def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         if self.needs_window:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from samplewise.core.text import plural
+from samplewise.errors import TransformError
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.sums import group
 from samplewise.transforms.transform import Grouping, function_name
@@ -33,6 +35,17 @@ class Per:
     def grouping(self) -> Grouping | None:
         """Groups of samples; None without groups."""
         return None if self.key is None else group(self.key)
+
+    def group_keys(self, batch: Any, samples: int) -> list[Hashable]:
+        """Group of each of the samples of a batch."""
+        assert self.grouping is not None
+        keys = self.grouping.keys(batch)
+        if len(keys) != samples:
+            raise TransformError(
+                f"{self} must give one key per sample; found {plural(len(keys), 'key')} for "
+                f"{plural(samples, 'sample')}."
+            )
+        return keys
 
     @property
     def batch_keys(self) -> frozenset[Hashable]:
@@ -98,6 +111,14 @@ def as_per(aggregate: Any) -> Per:
 def sample_means(losses: Tensor, counts: Tensor | None, batch: Any) -> tuple[Tensor, Tensor | None]:
     """Mean of each sample, and 1 for each that has one."""
     return (losses, None) if counts is None else divide_by_counts(losses, counts, counts)
+
+
+def sum_by_group(keys: Sequence[Hashable], counts: Tensor) -> dict[Hashable, float]:
+    """Sum of the counts (B,) of each group; `keys`: group of each sample."""
+    sums: dict[Hashable, float] = {}
+    for key, count in zip(keys, counts.tolist(), strict=True):
+        sums[key] = sums.get(key, 0.0) + count
+    return sums
 
 
 def divide_by_counts(losses: Tensor, counts: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from samplewise.core.text import plural
 from samplewise.engine.arguments import wide_dtype
-from samplewise.errors import LossesError, TransformError
+from samplewise.errors import LossesError
 from samplewise.integrations.adapter import BatchLoss
 from samplewise.parallel import collectives
-from samplewise.transforms.per import Per, as_per, divide_by_counts
+from samplewise.transforms.per import Per, as_per, divide_by_counts, sum_by_group
 
 
 class Aggregates:
@@ -43,17 +43,6 @@ class Aggregates:
         self._batches = batches
         self._divisor = None
 
-    def _keys(self, batch: Any, samples: int) -> list[Hashable]:
-        """Group of each sample."""
-        assert self._aggregate is not None and self._aggregate.grouping is not None
-        keys = self._aggregate.grouping.keys(batch)
-        if len(keys) != samples:
-            raise TransformError(
-                f"{self._aggregate} must give one key per sample; found {plural(len(keys), 'key')} for "
-                f"{plural(samples, 'sample')}."
-            )
-        return keys
-
     def scaled(self, values: BatchLoss, denominator: float, batch: Any) -> tuple[BatchLoss, float]:
         """The loss of a batch, scaled, and its new denominator. `denominator`: what the loss divides the sum of the
         samples' losses by. The gradients of the ranks are averaged.
@@ -68,7 +57,7 @@ class Aggregates:
             self._check_counts(values, counts)
             totals = counts
             if self._aggregate.grouping is not None:
-                of_group = [self._totals[key] for key in self._keys(batch, len(counts))]
+                of_group = [self._totals[key] for key in self._aggregate.group_keys(batch, len(counts))]
                 totals = torch.tensor(of_group, dtype=counts.dtype, device=counts.device)
             if not self._by_token:  # whose loss of a sample is the sum over its tokens
                 scale, _ = divide_by_counts(torch.ones_like(counts), counts, totals)
@@ -83,19 +72,14 @@ class Aggregates:
         batches, self._batches = self._batches, []
         if self._aggregate.constant is not None:
             return self._aggregate.constant
+        counts = [self._count(batch) for batch in batches]
         if self._aggregate.grouping is None:
-            numbers = [self._count(batch) for batch in batches]
-            here = sum(float(counts.sum() if self._by_token else (counts > 0).sum()) for counts in numbers)
+            here = sum(float(n.sum() if self._by_token else (n > 0).sum()) for n in counts)
             return max(collectives.all_reduce_scalars(here)[0], 1.0)
-        of_groups: dict[Hashable, float] = {}
-        for batch in batches:
-            counts = self._count(batch).tolist()
-            for key, count in zip(self._keys(batch, len(counts)), counts, strict=True):
-                of_groups[key] = of_groups.get(key, 0.0) + count
-        self._totals = {}
-        for groups in collectives.all_gather_object(of_groups):
-            for key, total in groups.items():
-                self._totals[key] = self._totals.get(key, 0.0) + total
+        keys = [
+            key for batch, n in zip(batches, counts, strict=True) for key in self._aggregate.group_keys(batch, len(n))
+        ]
+        self._totals = collectives.sum_by_key(sum_by_group(keys, torch.cat(counts)))
         return float(max(sum(total > 0 for total in self._totals.values()), 1))
 
     def _check_counts(self, values: BatchLoss, counts: Tensor) -> None:
