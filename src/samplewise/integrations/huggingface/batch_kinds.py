@@ -1,6 +1,7 @@
 """Kinds of batches: which rows or tokens of the outputs belong to a sample, and what the loss divides by.
 
 Rows         row i is sample i: the Trainer of transformers, SFTTrainer
+Sentences    a sample has several texts: trainers of sentence-transformers
 Documents    a row has tokens of several documents: SFTTrainer with packing, padding-free batches
 Pairs        rows i and i + B are the completions of pair i: DPOTrainer, RewardTrainer, ORPOTrainer, CPOTrainer
 Judged       row i is a completion with a label: KTOTrainer
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samplewise.core.batches import leaves
 from samplewise.core.losses import IGNORE_INDEX
@@ -24,6 +25,7 @@ from samplewise.errors import BatchError, DistributedError, GraphError, SamplesI
 from samplewise.integrations.huggingface.outputs import per_sample_outputs
 from samplewise.integrations.huggingface.recording import with_columns
 from samplewise.integrations.huggingface.reductions import TrainerLoss, reduced_losses
+from samplewise.integrations.huggingface.sentence_losses import check_sentence_loss
 from samplewise.integrations.huggingface.units import loss_without_graph, number_of_samples
 from samplewise.integrations.transformers_losses import KnownLosses
 from samplewise.ledger.sample_ids import IdCollator, as_column, split_entries
@@ -70,7 +72,7 @@ class BatchKind(ABC):
         """Number of samples of a batch."""
 
     @abstractmethod
-    def outputs(self, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
+    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
         """Tensors among the outputs of the forward passes that are attached to the graph, with their samples."""
 
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
@@ -100,7 +102,7 @@ class Rows(BatchKind):
     def samples(self, batch: Any) -> int:
         return number_of_samples(batch, self.trainer._adapter.id_key)
 
-    def outputs(self, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
+    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
         return per_sample_outputs(forward, self.samples(batch), self.trainer._denominators.batch_first), None
 
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
@@ -114,8 +116,35 @@ class Rows(BatchKind):
         return None
 
 
+class Sentences(Rows):
+    """Row i has the texts of sample i. They are embedded in one forward pass each, or in a common one, whose rows i,
+    i + B, i + 2B, ... are those of sample i.
+    """
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._verified: set[Any] = set()  # names of datasets whose loss was found to be a sum over samples
+
+    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
+        """Raises an error for losses that compare samples: each loss is checked with the first batch in which it is
+        not zero.
+        """
+        samples = self.samples(batch)
+        outputs = [z for z in attached(forward) if len(z) % samples == 0]
+        if not outputs:
+            raise no_outputs(forward, f"rows for each of {plural(samples, 'sample')}")
+        owners = [torch.arange(len(z), device=z.device) % samples for z in outputs]
+        name = batch.get("dataset_name")
+        if name not in self._verified:
+            criterion = self.trainer.loss[name] if isinstance(self.trainer.loss, dict) else self.trainer.loss
+            check_sentence_loss(criterion, loss, model, outputs, owners)
+            if samples > 1 and bool(loss != 0):
+                self._verified.add(name)
+        return outputs, None if all(len(z) == samples for z in outputs) else owners
+
+
 class Documents(BatchKind):
-    """A row has tokens of several documents, whose position ids begin anew; each document is a sample."""
+    """A row has tokens of several documents, and each document is a sample: its position ids start at 0."""
 
     reads_operands = False
 
@@ -157,7 +186,7 @@ class Documents(BatchKind):
     def samples(self, batch: Any) -> int:
         return int(self._documents(batch).max()) + 1
 
-    def outputs(self, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
+    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
         documents = self._documents(batch)
         rows, length = documents.shape
         # Position t predicts the token at t + 1: heads that are fused with the loss have no value for the last one.
@@ -243,7 +272,7 @@ class Judged(BatchKind):
     def samples(self, batch: Any) -> int:
         return len(batch["label"])
 
-    def outputs(self, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
+    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
         return per_sample_outputs(forward, self.samples(batch)), None
 
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
@@ -263,7 +292,7 @@ class Pairs(BatchKind):
         chosen = batch.get("chosen_input_ids")
         return len(batch["input_ids"]) // 2 if chosen is None else len(chosen)
 
-    def outputs(self, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
+    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
         pairs = self.samples(batch)
         outputs = [z for z in attached(forward) if len(z) in (pairs, 2 * pairs)]
         if not outputs:
@@ -291,7 +320,7 @@ class Completions(BatchKind):
     def samples(self, batch: Any) -> int:
         return len(batch["completion_ids"])
 
-    def outputs(self, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
+    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
         return per_sample_outputs(forward, self.samples(batch)), None
 
     def items(self, batch: Any) -> int:
@@ -377,6 +406,8 @@ def kind_of(trainer: Any) -> BatchKind:
             GraphError,
         )
     for cls in type(trainer).__mro__:
+        if cls.__module__.startswith("sentence_transformers."):
+            return Sentences(trainer)
         if cls.__module__.startswith("trl.") and cls.__name__ not in ("_BaseTrainer", "BaseTrainer"):
             if cls.__name__ not in TRL_KINDS:
                 raise unsupported(

@@ -1,4 +1,4 @@
-"""Losses of sentence-transformers: outputs of a sample's texts, and losses that compare samples.
+"""Losses of sentence-transformers: those of single samples, and those that compare samples.
 
 A sample has several texts: a pair, a triplet, a query with candidates. Their columns are embedded in one forward pass
 each, or in a common one, whose rows i, i + B, i + 2B, ... are those of sample i.
@@ -11,56 +11,35 @@ with respect to the outputs, they have entries other than zero between rows of d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import leaves
 from samplewise.engine.ownership.independence import RULE
 from samplewise.errors import GraphError, SamplesInteractError
-from samplewise.integrations.huggingface.outputs import per_sample_outputs
-
-OwnedOutputs = tuple[list[Tensor], list[Tensor] | None]  # and the samples of their rows; None: row i is sample i
 
 
-class SentenceLosses:
-    """The loss of a trainer of sentence-transformers, or its losses by the name of a dataset.
-
-    exist: False for any other trainer
-    """
-
-    def __init__(self, trainer: Any):
-        self.exist = any(cls.__module__.startswith("sentence_transformers.") for cls in type(trainer).__mro__)
-        self._trainer = trainer
-        self._verified: set[Any] = set()  # names of datasets whose loss was found to be a sum over samples
-
-    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any, samples: int) -> OwnedOutputs:
-        """Outputs of the forward passes that have rows of all samples. Raises an error if the gradients of single
-        samples are not known: this is verified once for each loss, with the first batch that has a gradient.
-        """
-        attached = [z for output in forward for z in leaves(output) if isinstance(z, Tensor) and z.requires_grad]
-        outputs = [z for z in attached if z.dim() and len(z) % samples == 0]
-        if not outputs:
-            return per_sample_outputs(forward, samples), None  # raises an error
-        owners = [torch.arange(len(z), device=z.device) % samples for z in outputs]
-        name = batch.get("dataset_name")
-        if name not in self._verified:
-            criterion = self._trainer.loss[name] if isinstance(self._trainer.loss, dict) else self._trainer.loss
-            _refuse_parameters(criterion, model)
-            if compares_samples(loss, outputs, owners):
-                raise SamplesInteractError(
-                    f"{RULE}; found {type(criterion).__name__}, which compares samples of a batch with each other, as "
-                    "in-batch negatives do.",
-                    (
-                        "use a loss of single samples, such as CosineSimilarityLoss, ContrastiveLoss, TripletLoss or "
-                        "MarginMSELoss",
-                        "record which samples were used with sw.Ledger(norms=False), without transforms",
-                    ),
-                )
-            if samples > 1 and bool(loss != 0):
-                self._verified.add(name)
-        return outputs, None if all(len(z) == samples for z in outputs) else owners
+def check_sentence_loss(
+    criterion: nn.Module, loss: Tensor, model: nn.Module, outputs: Sequence[Tensor], owners: Sequence[Tensor]
+) -> None:
+    """Raise an error if the gradients of single samples are not known. `owners`: samples of the rows of each output."""
+    of_model = set(map(id, model.parameters()))
+    for name, p in criterion.named_parameters():
+        if p.requires_grad and id(p) not in of_model:
+            raise GraphError(
+                "PerSample needs a loss whose trained parameters are those of the model; found the parameter "
+                f"{name!r} of {type(criterion).__name__}. Use a loss without parameters."
+            )
+    if compares_samples(loss, outputs, owners):
+        raise SamplesInteractError(
+            f"{RULE}; found {type(criterion).__name__}, which compares samples of a batch with each other, as in-batch "
+            "negatives do.",
+            (
+                "use a loss of single samples, such as CosineSimilarityLoss, ContrastiveLoss, TripletLoss or "
+                "MarginMSELoss",
+                "record which samples were used with sw.Ledger(norms=False), without transforms",
+            ),
+        )
 
 
 def compares_samples(loss: Tensor, outputs: Sequence[Tensor], owners: Sequence[Tensor]) -> bool:
@@ -85,14 +64,3 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], owners: Sequence[T
             if second is not None and bool(second[(owner >> bit) & 1 == 0].any()):
                 return True
     return False
-
-
-def _refuse_parameters(loss: nn.Module, model: nn.Module) -> None:
-    """Raise GraphError if the loss has parameters that are trained and do not belong to the model."""
-    of_model = set(map(id, model.parameters()))
-    for name, p in loss.named_parameters():
-        if p.requires_grad and id(p) not in of_model:
-            raise GraphError(
-                "PerSample needs a loss whose trained parameters are those of the model; found the parameter "
-                f"{name!r} of {type(loss).__name__}. Use a loss without parameters."
-            )

@@ -22,7 +22,6 @@ from samplewise.integrations.huggingface.outputs import OutputsHook
 from samplewise.integrations.huggingface.private import PrivacyCallback, PrivateTraining, check_not_private
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_id_column, with_packed_ids
 from samplewise.integrations.huggingface.reductions import Reductions, TrainerLoss
-from samplewise.integrations.huggingface.sentence_losses import SentenceLosses
 from samplewise.integrations.transformers_losses import KnownLosses, auxiliary_loss, known_losses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import Indexed, split_entries
@@ -111,7 +110,6 @@ class PerSample(Base):
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self, denominator)
         self._aggregates = Aggregates(aggregate, self._label_counts)
-        self._sentence_losses = SentenceLosses(self)
         self._prepared: Any = None  # inputs of compute_loss in a training step
         self._operands: list[Tensor] = []  # of means and sums in compute_loss
         indexed = next((value for value in (*args, *kwargs.values()) if isinstance(value, Indexed)), None)
@@ -289,17 +287,14 @@ class PerSample(Base):
     def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float | None) -> None:
         """Backward pass of one batch, with transforms, and its results for the ledger."""
         samples = self._sample_losses(loss, batch, denominator)
-        rows = self._kind.samples(batch)
         outputs: list[Tensor] = []
         owners = None
-        if self._adapter.per_sample and self._sentence_losses.exist:
-            outputs, owners = self._sentence_losses.outputs(loss, model, self._outputs_hook.inner, batch, rows)
-        elif self._adapter.per_sample:
-            outputs, owners = self._kind.outputs(self._outputs_hook.inner, batch)
+        if self._adapter.per_sample:
+            outputs, owners = self._kind.outputs(loss, model, self._outputs_hook.inner, batch)
         values = BatchLoss(
             loss,
             outputs,
-            rows,
+            self._kind.samples(batch),
             losses=None if samples is None else samples.losses,
             counts=self._kind.counts(batch) if samples is None else samples.counts,
             columns=None if samples is None else samples.columns,
