@@ -42,6 +42,7 @@ __all__ = [
     "align",
     "already_sharded",
     "attribution",
+    "audit",
     "auto",
     "backward",
     "batch_constants",

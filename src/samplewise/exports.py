@@ -7,6 +7,7 @@ from samplewise import testing as testing
 from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.trak import trak as trak
+from samplewise.audit.audit import audit as audit
 from samplewise.check import check as check
 from samplewise.core.losses import batch_constants as batch_constants
 from samplewise.core.microbatch import auto as auto

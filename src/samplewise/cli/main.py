@@ -21,6 +21,7 @@ try:
 except ImportError:
     raise SystemExit("the command line needs typer: pip install 'samplewise[cli]'") from None
 
+from samplewise.cli import audit
 from samplewise.cli.attribute import attribute
 from samplewise.cli.doctor import doctor
 from samplewise.cli.privacy import privacy
@@ -122,6 +123,7 @@ app.command(cls=TrainCommand)(train)
 app.command()(doctor)
 app.command()(report)
 app.command()(attribute)
+app.command(context_settings=audit.CONTEXT)(audit.audit)
 app.command()(privacy)
 
 

@@ -81,19 +81,24 @@ def warn(message: str) -> None:
 
 
 def check_modes(modules: Sequence[nn.Module]) -> None:
-    """Warn about modules in eval mode; of nested ones only the outermost is named. Frozen modules and single BatchNorm
-    layers are exempt: per-sample gradients need BatchNorm in eval mode.
+    """Warn about modules in eval mode: see `modules_in_eval_mode`."""
+    names = modules_in_eval_mode(modules)
+    if names:
+        warn(
+            f"modules are in eval mode while training: {listed(names)}. Their dropout is off, and their running "
+            "statistics are not updated. Call train() on them, unless this is intended."
+        )
+
+
+def modules_in_eval_mode(modules: Sequence[nn.Module]) -> list[str]:
+    """Names of the modules in eval mode; of nested ones only the outermost. Frozen modules and single BatchNorm layers
+    are exempt: per-sample gradients need BatchNorm in eval mode.
     """
     roots = zip((MODEL, "loss"), modules, strict=False)
     named = [(f"{root}.{name}".rstrip("."), module) for root, top in roots for name, module in top.named_modules()]
     asleep = [path for path, module in named if not module.training and not _is_intended(module)]
     outermost = [path for path in asleep if not any(path.startswith(f"{parent}.") for parent in asleep)]
-    names = ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
-    if outermost:
-        warn(
-            f"modules are in eval mode while training: {listed(names)}. Their dropout is off, and their running "
-            "statistics are not updated. Call train() on them, unless this is intended."
-        )
+    return ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
 
 
 def _is_intended(module: nn.Module) -> bool:

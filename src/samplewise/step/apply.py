@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samplewise.core import observation
 from samplewise.core.state import Buffers
 from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import ParameterError, SamplewiseError
@@ -102,7 +103,18 @@ class UpdateApplier:
             "optimizer": perf_counter() - started,
         }
         window.begun = False
+        if observation.observers and not outcome.skipped and not hidden:
+            self._report(window)
         return update
+
+    def _report(self, window: Window) -> None:
+        """Notify observers of the weights of the window's samples."""
+        totals = window.totals
+        divisor = window.config.constant_divisor or (
+            denominator(window.parts) if totals is None else totals.denominators
+        )
+        for observer in observation.observers:
+            observer.on_step(self.optimizer, [part.denominators for part in window.parts], divisor, totals is not None)
 
     def settle(self) -> None:
         """Read the flag of the last update, if the device decided whether to apply it. If it was skipped, correct

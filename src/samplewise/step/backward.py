@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samplewise.core import observation
 from samplewise.core.modes import check_modes, warn
 from samplewise.core.text import plural
 from samplewise.engine.arguments import Parameters, WantedParameters, check_is_tensor, wanted_parameters, wide_dtype
@@ -153,6 +154,9 @@ def backward(
         sample_losses = losses_by_sample(loss, samples)
         loss = sample_losses / denominator
     framework = FrameworkPass(through, loss, retain_graph)
+    if observation.observers:
+        shown = next(iter(parameters.named.values())) if outputs is None else outputs
+        observation.show_gradients(framework.scale(loss), [shown] if isinstance(shown, Tensor) else shown)
     parts: LossParts | None = None
     try:
         with framework.allow_passes():
@@ -408,7 +412,8 @@ class FrameworkPass:
 
     def allow_passes(self) -> AbstractContextManager[None]:
         """Context manager for backward passes other than those of the framework."""
-        return nullcontext() if self._through is None else _allow_in_fabric()
+        passes = nullcontext() if self._through is None else _allow_in_fabric()
+        return observation.hidden_during(passes) if observation.observers else passes
 
 
 def pass_of(through: Any) -> Any:

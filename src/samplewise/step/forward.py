@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from samplewise.core import observation
 from samplewise.core.batches import copied, cut, length
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.losses import Criterion, LossFn, columns_of, note_causes, per_sample
@@ -112,13 +113,14 @@ class LossEvaluator:
         counts = None
         self.columns = None
         try:
-            if self._bare and self.guard is None:
+            if self._bare and self.guard is None and not observation.observers:
                 result = self.loss_fn(self.model, microbatch)
             else:
                 with (
                     self.precision.autocast(self.trained.device),
                     nullcontext() if self.budget is None else count_saved_bytes(*self.modules, budget=self.budget),
                     nullcontext() if self.guard is None else self.guard.watching(),
+                    observation.hidden() if observation.observers else nullcontext(),
                 ):
                     result = self.loss_fn(self.model, microbatch)
             if isinstance(result, Tensor):

@@ -1,0 +1,104 @@
+"""Backward passes whose gradients are in `.grad`.
+
+Autograd adds to `.grad` in place, so that identity and version of the tensor show each change: a gradient that is None
+or zero was reset, and one that changed outside of a backward pass was clipped, scaled or written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+CHECKED = 4  # gradients whose values are compared with zero, if they changed outside of a backward pass
+
+State = tuple[int, int] | None  # identity and version of a gradient
+Passes = tuple[int, ...]  # numbers of backward passes
+
+
+class Change(NamedTuple):
+    """Changes of gradients since the last look.
+
+    reset: passes whose gradients were erased from some parameter
+    changed: identities of the parameters whose gradients have other values, or appeared
+    """
+
+    reset: set[int]
+    changed: set[int]
+
+
+class Accumulation:
+    """Gradients of the audited parameters, by identity of the parameter."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.passes: dict[int, Passes] = {}  # whose gradients are in `.grad`
+        self._states: dict[int, State] = {}
+
+    def watch(self, named: Iterable[tuple[str, Tensor]], as_cleared: bool = False) -> None:
+        """Add parameters. as_cleared: their gradients were written since the last look."""
+        for name, p in named:
+            if id(p) not in self.parameters:
+                self.parameters[id(p)] = p
+                self.names[id(p)] = name
+                self.passes[id(p)] = ()
+                self._states[id(p)] = None if as_cleared else _state(p)
+
+    def watch_module(self, module: nn.Module) -> None:
+        self.watch(module.named_parameters())
+
+    def look(self) -> Change:
+        """Compare the gradients with those at the last look, outside of a backward pass."""
+        changed = self._new_states()
+        reset: set[int] = set()
+        if not changed:
+            return Change(reset, set())
+        remaining = {key for key in changed if self.parameters[key].grad is not None}
+        if remaining and not any(_has_values(self.parameters[key]) for key in _spread(list(remaining))):
+            remaining = set()
+        for key in changed - remaining:
+            reset.update(self.passes[key])
+            self.passes[key] = ()
+        return Change(reset, remaining)
+
+    def add(self, number: int) -> set[int]:
+        """Record what backward pass `number` has added since the last look; returns the parameters it reached."""
+        reached = {key for key in self._new_states() if self.parameters[key].grad is not None}
+        # Most parameters have the same passes: one tuple is shared.
+        longer: dict[Passes, Passes] = {}
+        for key in reached:
+            before = self.passes[key]
+            self.passes[key] = longer.setdefault(before, (*before, number))
+        return reached
+
+    def passes_of(self, keys: Iterable[int]) -> set[int]:
+        """Passes in the gradients of these parameters."""
+        tuples = {self.passes.get(key, ()) for key in keys}
+        return {number for passes in tuples for number in passes}
+
+    def _new_states(self) -> set[int]:
+        """Parameters whose gradient is another tensor, or another version of it, than at the last look."""
+        states = self._states
+        changed = set()
+        for key, p in self.parameters.items():
+            state = _state(p)
+            if state != states[key]:
+                states[key] = state
+                changed.add(key)
+        return changed
+
+
+def _state(p: Tensor) -> State:
+    gradient = p.grad
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _has_values(p: Tensor) -> bool:
+    gradient = p.grad
+    return gradient is not None and bool(gradient.detach().any())
+
+
+def _spread(keys: list[int]) -> list[int]:
+    return keys[:: max(len(keys) // CHECKED, 1)]

@@ -1,0 +1,369 @@
+"""`sw.audit`: audit of a training loop, and its results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict
+from math import inf, isnan, nan
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from samplewise.audit.comparison import Comparison, compare
+from samplewise.audit.findings import CODES, Evidence, Finding, find
+from samplewise.audit.observer import Losses, Observer
+from samplewise.audit.records import RowWeights
+from samplewise.audit.totals import Per, UpdateTotal, update_totals
+from samplewise.audit.weights import is_criterion
+from samplewise.core.files import absolute, write_bytes
+from samplewise.core.text import Table, Tabular, did_you_mean, plural
+
+FORMAT = 1  # "format_version" of a saved audit
+SHOWN = 12  # updates in the printed table
+UNITS = ("token", "sample")
+
+
+def audit(
+    model: nn.Module | None = None,
+    *,
+    per: Per = None,
+    losses: Losses | nn.Module | None = None,
+    labels: Any = None,
+    ids: Any = None,
+    norms: bool = False,
+    allow: Collection[str] = (),
+) -> Audit:
+    """Audit a training loop: the weight of every sample and target in each update, and faults of the loop.
+
+        with sw.audit(model, per="token") as audit:
+            trainer.train()
+        print(audit)
+        assert audit.ok
+
+    Works in any loop that has a model, a backward pass and an optimizer; nothing is changed, and the parameters are the
+    same with and without an audit. For a loss that is a cross entropy (also with ignore_index, label smoothing or class
+    weights), or a criterion of torch.nn that is called with the outputs, the weights are exact; for other losses,
+    `losses` says what they are. Otherwise only the share of each sample in the gradient is known, and faults of the
+    loop that do not depend on weights.
+
+    model: the audited model; None: all models that are called and trained.
+    per: what the weights should be: "token" (equal for all targets of an update, and 1 in sum), "sample" (the same for
+        the sums over the targets of a sample), a number (each target has weight 1 / number). None: per token or per
+        sample.
+    losses: function (outputs, labels) -> losses (B,) or (B, ...), or a criterion of torch.nn with reduction="none".
+    labels: for `losses`, the name of the argument of the model that holds the labels (default "labels", or the second
+        positional argument), or a function (args, kwargs) -> labels.
+    ids: name of the argument of the model that holds the ids of the samples, or a function (args, kwargs) -> ids (B,).
+        Default: samples are known by their content, so that augmented ones count as different.
+    norms: record the norm of each update's gradient, for `audit.compare` where weights cannot be seen.
+    allow: codes of findings that are intended, such as ["eval-mode"].
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, or None for all models; found {type(model).__name__}. Pass the model "
+            "itself, for example sw.audit(trainer.model)."
+        )
+    is_number = isinstance(per, (int, float)) and not isinstance(per, bool) and 0 < per < inf
+    if not (per is None or is_number or per in UNITS):
+        raise ValueError(f"per must be 'token', 'sample', a positive number or None; found {per!r}.")
+    for code in [allow] if isinstance(allow, str) else allow:
+        if code not in CODES:
+            raise ValueError(f"allow must hold codes of findings; found {code!r}. {did_you_mean(code, CODES)}".rstrip())
+    if losses is not None and not callable(losses):
+        raise TypeError(f"losses must be a function (outputs, labels) -> losses; found {type(losses).__name__}.")
+    if isinstance(losses, nn.Module) and is_criterion(losses) and losses.reduction != "none":
+        raise ValueError(
+            f"losses must return one loss per sample; found {type(losses).__name__} with reduction="
+            f"{losses.reduction!r}. Pass reduction='none'."
+        )
+    return Audit(Observer(model, losses, labels, ids, norms), per, {allow} if isinstance(allow, str) else set(allow))
+
+
+class Audit(Tabular):
+    """Result of `sw.audit`: a context manager, whose block is audited. Printed, it is a verdict and a table.
+
+    ok         True if nothing was found
+    verdict    the result in one line
+    findings   faults, each with `code`, `message`, `where` and `updates`
+    updates    one dict per update, microbatch and sample, as for pandas.DataFrame(audit.updates)
+    sums       sum of the weights of each update; NaN if they cannot be seen
+    deviation  largest relative deviation of a weight from what `per` demands; NaN if no weights can be seen
+    """
+
+    def __init__(self, observer: Observer, per: Per, allow: set[str]):
+        self.per = per
+        self._observer = observer
+        self._allow = allow
+        self._of_ranks: list[list[RowWeights]] = []
+        self._complete = False
+        self._state = "new"
+        self._results: tuple[list[UpdateTotal], list[Finding]] | None = None
+
+    # --- the block ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Audit:
+        if self._state != "new":
+            raise RuntimeError("an audit can be used for one block; found that it was used. Create another one.")
+        self._state = "running"
+        self._observer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(complete=kind is None)
+
+    def stop(self, complete: bool = True) -> None:
+        """End the audit and remove its hooks. complete: the loop has ended by itself. With several ranks whose
+        gradients are averaged, this is a collective, unless the loop has failed.
+        """
+        if self._state != "running":
+            return
+        self._state = "over"
+        self._complete = complete
+        self._observer.stop()
+        if complete and self._observer.averages_ranks:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Exchange the weights of each update with the other ranks."""
+        rank = dist.get_rank()
+        own: list[list[RowWeights]] = []
+        for total in update_totals(self._observer.steps, self._observer.passes):
+            own.append([part for slot in total.slots.values() for part in slot.parts])
+            for part in own[-1]:
+                part.rank = rank
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        others = [rows for r, rows in enumerate(gathered) if r != rank]
+        self._of_ranks = [[part for rows in others for part in rows[k]] for k in range(min(map(len, gathered)))]
+        self._of_ranks += [[]] * (len(own) - len(self._of_ranks))
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def _evaluated(self) -> tuple[list[UpdateTotal], list[Finding]]:
+        if self._state != "over":
+            raise RuntimeError(
+                f"the results of an audit must be read after its block; found that it is {self._state}. Write `with "
+                "sw.audit(model) as audit:` around the training, and read the results below."
+            )
+        if self._results is None:
+            observer = self._observer
+            totals = update_totals(observer.steps, observer.passes, self._of_ranks)
+            findings = find(Evidence(observer, totals, self.per, self._complete))
+            self._results = totals, [finding for finding in findings if finding.code not in self._allow]
+        return self._results
+
+    @property
+    def findings(self) -> list[Finding]:
+        return self._evaluated()[1]
+
+    @property
+    def ok(self) -> bool:
+        """True if updates were seen and nothing was found. False also if the audit itself has failed."""
+        return not self.findings and bool(self._totals) and self._observer.failure is None
+
+    @property
+    def _totals(self) -> list[UpdateTotal]:
+        return self._evaluated()[0]
+
+    @property
+    def sums(self) -> list[float]:
+        return [total.total for total in self._totals]
+
+    @property
+    def deviation(self) -> float:
+        evidence = Evidence(self._observer, self._totals, self.per, self._complete)
+        deviations = [
+            slot.deviation(self.per, evidence.expected_total(series, slot))
+            for series in evidence.series()
+            for _, slot in series
+        ]
+        return max(deviations, default=nan)
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be seen."""
+        observer = self._observer
+        totals = self._totals
+        notes = []
+        if observer.failure is not None:
+            notes.append(f"the audit has failed and ended early; the training was not disturbed: {observer.failure}")
+        if not totals:
+            notes.append(_nothing_seen(observer))
+        elif all(isnan(total.total) for total in totals):
+            kinds = {weights.kind for p in observer.passes for weights in p.weights}
+            if kinds:
+                notes.append(
+                    "weights cannot be seen: the loss is no cross entropy of an output. Pass losses=, a function "
+                    "(outputs, labels) -> losses; shares of the gradient at the outputs are in audit.updates"
+                )
+            else:
+                notes.append("weights cannot be seen: no output with rows is between the parameters and the loss")
+        varied = [s for t in totals for s in t.known if not s.equal(None) and self.per is None]
+        if varied and not any("weights" in f.code for f in self.findings):
+            notes.append("targets within a microbatch have different weights: the loop weights them itself")
+        return notes
+
+    @property
+    def verdict(self) -> str:
+        if not self._totals:
+            return "no update seen"
+        if self._observer.failure is not None:
+            return "the audit has failed"
+        if self.findings:
+            return f"{plural(len(self.findings), 'fault')}: {', '.join(dict.fromkeys(f.code for f in self.findings))}"
+        if isnan(self.deviation):
+            return "no fault found; weights cannot be seen"
+        known = [slot for total in self._totals for slot in total.known]
+        units = {"target": "token", "sample": "sample"}
+        equal = next((noun for noun, unit in units.items() if all(slot.equal(unit) for slot in known)), None)
+        return "no fault found" if equal is None else f"no fault found: every {equal} has the same weight"
+
+    @property
+    def updates(self) -> list[dict[str, Any]]:
+        """One dict per update, microbatch and sample. Updates and microbatches are counted from 1; "sample" is a number
+        for each content or id, in the order of their first appearance; "known" is False if the weight is only the
+        sample's share in the gradient of its microbatch.
+        """
+        numbers: dict[int, int] = {}
+        rows = []
+        for total in self._totals:
+            for p in total.passes:
+                for weights in p.weights:
+                    for row, (weight, targets) in enumerate(zip(weights.sums, weights.counts, strict=True)):
+                        sample = weights.samples[row] if weights.samples else None
+                        number = None if sample is None else numbers.setdefault(sample, len(numbers))
+                        rows.append(
+                            {
+                                "update": total.step.number + 1,
+                                "optimizer": total.step.optimizer,
+                                "microbatch": p.number + 1,
+                                "row": row,
+                                "sample": number,
+                                "loss": weights.kind,
+                                "output": weights.slot.name,
+                                "targets": targets,
+                                "weight": weight,
+                                "known": not weights.relative,
+                            }
+                        )
+        return rows
+
+    def _table(self) -> Table:
+        totals = self._totals
+        head = ("update", "microbatches", "samples", "targets", "sum of weights", "weight of a target", "")
+        marks: dict[int, list[str]] = {}
+        for finding in self.findings:
+            for update in finding.updates:
+                marks.setdefault(update, []).append(finding.code)
+        rows = [_cells(total, marks.get(total.step.number + 1, [])) for total in _chosen(totals, marks)]
+        title = f"audit of {plural(len(totals), 'update')}: {self.verdict}"
+        hidden = len(totals) - len(rows)
+        notes = [f"… {plural(hidden, 'other update')}"] if hidden else []
+        return Table(head, rows, title, [*notes, *map(str, self.findings), *(f"Note: {n}." for n in self.notes)])
+
+    # --- files and comparison ----------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that `save` writes."""
+        return {
+            "format_version": FORMAT,
+            "per": self.per,
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "findings": [asdict(finding) for finding in self.findings],
+            "notes": self.notes,
+            "summary": [
+                {
+                    "update": t.step.number + 1,
+                    "optimizer": t.step.optimizer,
+                    "microbatches": len(t.passes),
+                    "samples": t.samples,
+                    "targets": t.targets,
+                    "sum": None if isnan(t.total) else t.total,
+                    "low": _finite(min((s.low for s in t.known), default=nan)),
+                    "high": _finite(max((s.high for s in t.known), default=nan)),
+                    "rates": list(t.step.rates),
+                    "norm": t.step.norm,
+                    "ids": [sample for p in t.passes for sample in p.samples],
+                    "weights": [w for slot in t.known for part in slot.parts for w in part.sums],
+                }
+                for t in self._totals
+            ],
+            "updates": self.updates,
+        }
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the audit to a file: a page if its name ends with .html, otherwise JSON for `audit.compare`."""
+        to = absolute(path)
+        if to.suffix in (".html", ".htm"):
+            from samplewise.report.audit import audit_page
+            from samplewise.report.html import write
+
+            write(audit_page(self.to_dict()), to)
+        else:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(to, json.dumps(self.to_dict(), allow_nan=False).encode())
+
+    def compare(self, other: Audit | str | PathLike[str]) -> Comparison:
+        """Compare the updates with those of another audit, or of its file: samples and their order, weights, learning
+        rates, norms. For an interrupted and an uninterrupted run, or for one batch cut in two ways.
+        """
+        return compare(self.to_dict(), other.to_dict() if isinstance(other, Audit) else read_audit(other))
+
+
+def read_audit(path: str | PathLike[str]) -> dict[str, Any]:
+    """Content of a file written by `audit.save`."""
+    try:
+        content = json.loads(absolute(path).read_text())
+        if content["format_version"] != FORMAT:
+            raise ValueError
+        return content
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} must be a file written by audit.save('….json'), of this version; it is none."
+        ) from error
+
+
+def _nothing_seen(observer: Observer) -> str:
+    if observer.compiled:
+        return observer.compiled
+    if not observer.calls and not observer.calls_without_graph:
+        return "no call of the model was seen: pass the model that the loop trains, or None for all models"
+    if not observer.passes:
+        return "no backward pass through an output of the model was seen"
+    return "no optimizer step was seen: optimizers must be those of torch.optim, or change parameters in place"
+
+
+def _chosen(totals: list[UpdateTotal], marks: dict[int, list[str]]) -> list[UpdateTotal]:
+    """The first and last updates, and of the others those with findings."""
+    if len(totals) <= SHOWN:
+        return totals
+    half = SHOWN // 3
+    middle = [t for t in totals[half:-half] if t.step.number + 1 in marks][:half]
+    return [*totals[:half], *middle, *totals[-half:]]
+
+
+def _cells(total: UpdateTotal, marks: list[str]) -> tuple[str, ...]:
+    known = total.known
+    low = min((slot.low for slot in known), default=nan)
+    high = max((slot.high for slot in known), default=nan)
+    spread = f"{low:.4g}" if abs(low - high) <= 1e-5 * abs(high) else f"{low:.4g} to {high:.4g}"
+    return (
+        str(total.step.number + 1),
+        str(len(total.passes)),
+        str(total.samples),
+        str(total.targets) if known else "?",
+        f"{total.total:.6g}" if known else "?",
+        spread if known else "?",
+        ", ".join(dict.fromkeys(marks)),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return None if isnan(value) else value

@@ -1,0 +1,228 @@
+"""Records of an audit: forward calls, backward passes, updates, and the weights of the rows of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.audit.weights import Targets
+
+
+class Site(NamedTuple):
+    """Line of the user's code that made a call. instruction: tells calls in one line apart."""
+
+    file: str
+    line: int
+    instruction: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Slot(NamedTuple):
+    """One output of the forward calls that a line of code makes: microbatches of a loop have it in common."""
+
+    site: Site
+    name: str  # path in the output, or class of a criterion
+    model: int = -1  # number of the model, in the order of the first calls
+
+
+@dataclass(slots=True)
+class Call:
+    """Forward call that records a graph.
+
+    samples: fingerprints (B,) of the samples, equal for equal content; None if the call has no tensor with rows
+    ranks: number of ranks whose gradients are averaged
+    """
+
+    site: Site
+    module: nn.Module
+    training: bool
+    samples: Tensor | None
+    ranks: int
+    labels: Any = None
+
+
+@dataclass(slots=True)
+class Output:
+    """Tensor whose gradient is read. `value`, `prediction` and `target`: result and arguments of a criterion."""
+
+    call: Call
+    slot: Slot
+    z: Tensor
+    version: int
+    criterion: nn.Module | None = None
+    prediction: Tensor | None = None
+    target: Tensor | None = None
+
+
+@dataclass(slots=True)
+class RowWeights:
+    """Weights of the targets of one output in one backward pass, added up for each row.
+
+    low, high: of the weights of single targets, each divided by the factor of its class
+    size: number of targets, each times the factor of its class
+    classes: weight and number of targets of each class, if the weights depend on nothing else; otherwise None
+    """
+
+    slot: Slot
+    kind: str
+    samples: list[int]  # fingerprints, or an empty list
+    sums: list[float]
+    counts: list[int]
+    low: float
+    high: float
+    size: float
+    tolerance: float
+    classes: dict[int, tuple[float, int]] | None = None
+    rank: int = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self.sums)
+
+    @property
+    def targets(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def relative(self) -> bool:
+        return self.kind == SHARES
+
+    @property
+    def uniform(self) -> bool:
+        return close(self.low, self.high, self.tolerance)
+
+
+SHARES = "shares"
+CLASSES = 64  # classes whose mean weights are compared
+
+
+def close(first: float, second: float, tolerance: float) -> bool:
+    return abs(first - second) <= tolerance * max(abs(first), abs(second))
+
+
+def row_weights(slot: Slot, kind: str, call: Call, targets: Targets) -> RowWeights:
+    """Add up the weights of each row. A flattened output (B * T, V) has several rows for each sample."""
+    weights = targets.weights / call.ranks
+    samples = [] if call.samples is None else call.samples.tolist()
+    if samples and len(weights) != len(samples) and len(weights) % len(samples) == 0:
+        weights = weights.reshape(len(samples), -1)
+    elif len(weights) != len(samples):
+        samples = []
+    enters = weights != 0
+    flat = weights[enters]
+    factors = None if targets.base is None else targets.base.reshape(weights.shape)[enters]
+    plain = flat if factors is None else flat / factors
+    low, high = (float(plain.min()), float(plain.max())) if len(plain) else (0.0, 0.0)
+    classes = None
+    if factors is None and targets.classes is not None and len(plain):
+        labels = targets.classes.reshape(weights.shape)[enters]
+        classes = _class_weights(flat, labels, close(low, high, targets.tolerance), targets.tolerance)
+    size = float(len(plain) if factors is None else factors.sum())
+    sums = weights.sum(1).tolist()
+    counts = enters.sum(1).tolist()
+    return RowWeights(slot, kind, samples, sums, counts, low, high, size, targets.tolerance, classes)
+
+
+def own_weights(slot: Slot, counts: Tensor, divisor: float) -> RowWeights:
+    """Weights of samples in an update of `sw.Step`, by their terms of the denominator."""
+    sums = (counts.double() / divisor).tolist()
+    weight = 1 / divisor
+    return RowWeights(slot, "sw.Step", [], sums, [int(n > 0) for n in sums], weight, weight, float(counts.sum()), 1e-4)
+
+
+def _class_weights(
+    weights: Tensor, labels: Tensor, uniform: bool, tolerance: float
+) -> dict[int, tuple[float, int]] | None:
+    """Weight and number of targets of each class, if all targets of a class have the same weight, and some class has
+    several targets or is the only one; otherwise None.
+    """
+    if uniform:
+        only = int(labels[0])
+        return {only: (float(weights.mean()), len(weights))} if bool((labels == only).all()) else None
+    values: dict[int, tuple[float, int]] = {}
+    for label in labels.unique().tolist()[: CLASSES + 1]:
+        chosen = weights[labels == label]
+        if not close(float(chosen.min()), float(chosen.max()), tolerance):
+            return None
+        values[label] = (float(chosen.mean()), len(chosen))
+    repeated = any(count > 1 for _, count in values.values())
+    return values if repeated and len(values) <= CLASSES else None
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """Backward pass that has reached parameters: the gradient of a microbatch.
+
+    reached: parameters whose gradients it has changed; empty for a pass that only computes gradients of tensors
+    updates: numbers of the updates that it was applied in
+    inside: it ran inside of optimizer.step(closure)
+    erased: its gradient was set to zero or None, at least in part
+    outputs: what is read when the pass is over
+    """
+
+    number: int
+    scale: float
+    rates: tuple[float, ...]
+    inside: bool
+    outputs: list[tuple[Output, Tensor]] = field(default_factory=list)
+    weights: list[RowWeights] = field(default_factory=list)
+    sites: set[Site] = field(default_factory=set)
+    samples: list[int] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
+    updates: list[int] = field(default_factory=list)
+    erased: bool = False
+    finite: bool = True
+    comparison: float | None = None  # see `weights.compared_with_mean`
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerStep:
+    """Update of parameters.
+
+    passes: backward passes whose gradients were in `.grad`; those among `stale` had been applied before
+    optimizer: its number, in the order of the first steps
+    written: gradients were not written by a backward pass that was observed
+    norm: of the gradient; None if it is not recorded
+    scaled_norms: with a loss scale, the norms of the gradient after the last pass and at the step, and the scale
+    """
+
+    number: int
+    optimizer: int
+    site: Site
+    passes: Sequence[int]
+    stale: Sequence[int]
+    rates: tuple[float, ...]
+    written: bool
+    norm: float | None = None
+    scaled_norms: tuple[float, float, float] | None = None
+
+
+def fingerprints(value: Tensor, factors: dict[int, Tensor]) -> Tensor | None:
+    """Numbers (B,) that are equal for rows of equal content, also with more zeros at the end. Integer arithmetic: they
+    do not depend on the number of rows.
+    """
+    if value.dim() == 0 or value.layout is not torch.strided or value.numel() == 0:
+        return None
+    flat = value.detach().reshape(len(value), -1)
+    if flat.shape[1] > SAMPLED:
+        flat = flat[:, :: flat.shape[1] // SAMPLED]
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten(1)
+    if flat.is_floating_point():
+        flat = flat.contiguous().view(INTEGERS[flat.dtype.itemsize])
+    size = flat.shape[1]
+    if size not in factors:
+        generator = torch.Generator().manual_seed(0)
+        limits = (-(1 << 62), 1 << 62)
+        factors[size] = torch.randint(*limits, (size,), generator=generator).to(flat.device)
+    return (flat * factors[size]).sum(1)
+
+
+SAMPLED = 1 << 14  # values of a row that enter a fingerprint
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

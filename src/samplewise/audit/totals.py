@@ -1,0 +1,151 @@
+"""Weights of an update: those of its microbatches together, compared with what `per` demands."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import nan
+
+from samplewise.audit.records import OptimizerStep, Pass, RowWeights, Slot, close
+
+Per = str | float | None  # "token", "sample", a number; None: "token" or "sample"
+
+
+@dataclass
+class SlotTotal:
+    """Weights of one slot in one update. parts: of each backward pass, and with several ranks of each rank."""
+
+    slot: Slot
+    parts: list[RowWeights] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        return sum(part.total for part in self.parts)
+
+    @property
+    def targets(self) -> int:
+        return sum(sum(part.counts) for part in self.parts)
+
+    @property
+    def size(self) -> float:
+        """Number of targets, each times the factor of its class: equal weights are 1 / size."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def low(self) -> float:
+        return min((part.low for part in self.parts if part.targets), default=nan)
+
+    @property
+    def high(self) -> float:
+        return max((part.high for part in self.parts if part.targets), default=nan)
+
+    @property
+    def tolerance(self) -> float:
+        return max(part.tolerance for part in self.parts)
+
+    @property
+    def row_sums(self) -> list[float]:
+        """Weights of the samples that have targets."""
+        return [w for part in self.parts for w, n in zip(part.sums, part.counts, strict=True) if n]
+
+    def equal(self, unit: Per) -> bool:
+        """True if all targets, or the sums of all samples, have the same weight."""
+        if unit == "sample":
+            sums = self.row_sums
+            return not sums or close(min(sums), max(sums), self.tolerance)
+        if unit is None:
+            return self.equal("token") or self.equal("sample")
+        return self.targets == 0 or close(self.low, self.high, self.tolerance)
+
+    def expected_total(self, per: Per) -> float:
+        return self.size / per if isinstance(per, (int, float)) else 1.0
+
+    def deviation(self, per: Per, total: float) -> float:
+        """Largest relative deviation of a weight. total: sum that the weights should have."""
+        if per is None:
+            return min(self.deviation("token", total), self.deviation("sample", total))
+        if per == "sample":
+            sums = self.row_sums
+            return max((abs(w * len(sums) / total - 1) for w in sums), default=0.0)
+        if not self.targets:
+            return 0.0
+        return max(abs(self.low * self.size / total - 1), abs(self.high * self.size / total - 1))
+
+
+@dataclass
+class UpdateTotal:
+    """One update: its passes that had not been applied before, and their weights by slot."""
+
+    step: OptimizerStep
+    passes: list[Pass]
+    slots: dict[Slot, SlotTotal]
+
+    @property
+    def samples(self) -> int:
+        return sum(len(p.weights[0].sums) if p.weights else len(p.samples) for p in self.passes)
+
+    @property
+    def known(self) -> list[SlotTotal]:
+        return [slot for slot in self.slots.values() if slot.parts and not any(part.relative for part in slot.parts)]
+
+    @property
+    def targets(self) -> int:
+        return sum(slot.targets for slot in self.known)
+
+    @property
+    def total(self) -> float:
+        """Sum of the weights; NaN if they are not known."""
+        return sum(slot.total for slot in self.known) if self.known else nan
+
+
+def update_totals(
+    steps: Sequence[OptimizerStep], passes: Sequence[Pass], of_ranks: Sequence[Sequence[RowWeights]] = ()
+) -> list[UpdateTotal]:
+    """Totals of all updates. `of_ranks`: for each update, the weights on the other ranks."""
+    totals = []
+    for step in steps:
+        fresh = [passes[n] for n in step.passes if n not in step.stale]
+        parts = [part for p in fresh for part in p.weights]
+        parts += of_ranks[step.number] if of_ranks else []
+        slots: dict[Slot, SlotTotal] = {}
+        for part in parts:
+            slots.setdefault(part.slot, SlotTotal(part.slot)).parts.append(part)
+        totals.append(UpdateTotal(step, fresh, slots))
+    _divide_by_class_weights(totals)
+    return totals
+
+
+def _divide_by_class_weights(totals: Iterable[UpdateTotal]) -> None:
+    """Replace the bounds of weights that differ between classes by those after a division by the classes' factors."""
+    parts_of: dict[Slot, list[RowWeights]] = defaultdict(list)
+    for total in totals:
+        for slot, weights in total.slots.items():
+            parts_of[slot] += weights.parts
+    for parts in parts_of.values():
+        if not any(part.classes and len(part.classes) > 1 and not part.uniform for part in parts):
+            continue
+        factors = _class_factors(parts)
+        for part in parts:
+            if part.classes and factors and all(label in factors for label in part.classes):
+                scales = [weight / factors[label] for label, (weight, _) in part.classes.items()]
+                if close(min(scales), max(scales), part.tolerance):
+                    part.low = min(scales)
+                    part.high = max(scales)
+                    part.size = sum(factors[label] * count for label, (_, count) in part.classes.items())
+
+
+def _class_factors(parts: Iterable[RowWeights]) -> dict[int, float]:
+    """Factor of each class, up to a common one: microbatches with a class in common share a scale."""
+    remaining = sorted((part.classes for part in parts if part.classes), key=len, reverse=True)
+    factors = {label: weight for label, (weight, _) in remaining[0].items()}
+    connected = True
+    while connected:
+        connected = False
+        for classes in remaining:
+            common = [label for label in classes if label in factors]
+            if common and len(common) < len(classes):
+                scale = classes[common[0]][0] / factors[common[0]]
+                factors |= {label: weight / scale for label, (weight, _) in classes.items() if label not in factors}
+                connected = True
+    return factors

@@ -1,0 +1,109 @@
+"""Page of an audit: verdict, findings, weights by update, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from samplewise.report.charts import XRange, lines
+from samplewise.report.html import (
+    MISSING,
+    Section,
+    columns,
+    figure,
+    headline_tiles,
+    note_paragraph,
+    number,
+    page,
+    table,
+    text,
+)
+from samplewise.report.run_log import Curve
+
+MAX_ROWS = 500  # of a table
+DIGITS = 6  # of sums of weights in the chart: rounding errors are no curves
+
+
+def audit_page(audit: Mapping[str, Any]) -> str:
+    """HTML page of what `Audit.to_dict` returns."""
+    summary = audit["summary"]
+    known = [update for update in summary if update["sum"] is not None]
+    tiles = [("updates", f"{len(summary):,}"), ("faults", f"{len(audit['findings']):,}")]
+    tiles += [("samples", f"{sum(update['samples'] for update in summary):,}")]
+    if known:
+        sums = [update["sum"] for update in known]
+        tiles += [("smallest sum of weights", number(min(sums))), ("largest sum of weights", number(max(sums)))]
+    notes = "".join(note_paragraph(f"{note}.") for note in audit["notes"])
+    head = f'<p class="quiet">{text(audit["verdict"])}</p>\n{headline_tiles(tiles)}'
+    sections = [
+        Section("Findings", _findings(audit["findings"]) + notes),
+        Section("Weights", _chart(known)),
+        Section("Updates", _updates(summary)),
+        Section("Samples", _samples(audit["updates"])),
+    ]
+    return page("Audit of a training loop", head, sections)
+
+
+def _findings(findings: list[Mapping[str, Any]]) -> str:
+    if not findings:
+        return note_paragraph("Nothing was found.")
+    rows = ([f["code"], f["message"], f["where"], _ranges(f["updates"])] for f in findings)
+    return table(("code", "what was seen, and what to do", "where", "updates"), rows, 4)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers as ranges: 1-3, 7."""
+    ranges: list[list[int]] = []
+    for k in numbers:
+        if ranges and ranges[-1][1] == k - 1:
+            ranges[-1][1] = k
+        else:
+            ranges.append([k, k])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def _chart(known: list[Mapping[str, Any]]) -> str:
+    """Sum of the weights, and the smallest and largest one relative to equal weights: right loops have 1 in all."""
+    if len(known) < 2:
+        return ""
+    frame = XRange(known[0]["update"], known[-1]["update"])
+    curves = [
+        Curve("sum of weights", [(u["update"], round(u["sum"], DIGITS)) for u in known]),
+        Curve("largest weight × targets", [(u["update"], round(u["high"] * u["targets"], DIGITS)) for u in known]),
+        Curve("smallest weight × targets", [(u["update"], round(u["low"] * u["targets"], DIGITS)) for u in known]),
+    ]
+    drawing = lines(curves, frame, "weights", "Sum of the weights of each update, largest and smallest weight")
+    return columns(figure("Equal weights with sum 1 are at 1", drawing, [curve.name for curve in curves]))
+
+
+def _updates(summary: list[Mapping[str, Any]]) -> str:
+    head = (
+        "update",
+        "microbatches",
+        "samples",
+        "targets",
+        "sum of weights",
+        "smallest weight",
+        "largest weight",
+        "norm",
+    )
+    names = ("update", "microbatches", "samples", "targets", "sum", "low", "high", "norm")
+    return _table(head, [[update[name] for name in names] for update in summary], 0)
+
+
+def _samples(rows: list[Mapping[str, Any]]) -> str:
+    head = ("loss", "update", "microbatch", "row", "sample", "targets", "weight")
+    names = ("loss", "update", "microbatch", "row", "sample", "targets", "weight")
+    return _table(head, [[row[name] for name in names] for row in rows], 1)
+
+
+def _table(head: tuple[str, ...], rows: list[list[Any]], text_columns: int) -> str:
+    cells = [[_cell(value) for value in row] for row in rows[:MAX_ROWS]]
+    more = note_paragraph(f"… and {len(rows) - MAX_ROWS:,} more rows.") if len(rows) > MAX_ROWS else ""
+    return table(head, cells, text_columns) + more
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return MISSING
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
