@@ -22,10 +22,12 @@ class Change(NamedTuple):
 
     reset: passes whose gradients were erased from some parameter
     changed: identities of the parameters whose gradients have other values, or appeared
+    replaced: a gradient is another tensor than before
     """
 
     reset: set[int]
     changed: set[int]
+    replaced: bool = False
 
 
 class Accumulation:
@@ -51,6 +53,7 @@ class Accumulation:
 
     def look(self) -> Change:
         """Compare the gradients with those at the last look, outside of a backward pass."""
+        before = dict(self._states)
         changed = self._new_states()
         reset: set[int] = set()
         if not changed:
@@ -61,7 +64,9 @@ class Accumulation:
         for key in changed - remaining:
             reset.update(self.passes[key])
             self.passes[key] = ()
-        return Change(reset, remaining)
+        old_and_new = ((before[key], self._states[key]) for key in remaining)
+        replaced = any(old is not None and new is not None and old[0] != new[0] for old, new in old_and_new)
+        return Change(reset, remaining, replaced)
 
     def add(self, number: int) -> set[int]:
         """Record what backward pass `number` has added since the last look; returns the parameters it reached."""
@@ -72,6 +77,11 @@ class Accumulation:
             before = self.passes[key]
             self.passes[key] = longer.setdefault(before, (*before, number))
         return reached
+
+    def join(self, keys: Iterable[int], number: int) -> None:
+        """Record that the gradients of these parameters also contain backward pass `number`."""
+        for key in keys:
+            self.passes[key] = (*self.passes[key], number)
 
     def passes_of(self, keys: Iterable[int]) -> set[int]:
         """Passes in the gradients of these parameters."""
@@ -90,14 +100,20 @@ class Accumulation:
         return changed
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor on this rank; another tensor itself. No collective."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def _state(p: Tensor) -> State:
     gradient = p.grad
-    return None if gradient is None else (id(gradient), gradient._version)
+    return None if gradient is None else (id(gradient), local_part(gradient)._version)
 
 
 def _has_values(p: Tensor) -> bool:
     gradient = p.grad
-    return gradient is not None and bool(gradient.detach().any())
+    return gradient is not None and bool(local_part(gradient.detach()).any())
 
 
 def _spread(keys: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from math import inf, isnan, nan
 from os import PathLike
+from textwrap import fill
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from samplewise.core.text import Table, Tabular, did_you_mean, plural
 
 FORMAT = 1  # "format_version" of a saved audit
 SHOWN = 12  # updates in the printed table
+WIDTH = 110  # of printed sentences
 UNITS = ("token", "sample")
 
 
@@ -192,18 +194,29 @@ class Audit(Tabular):
         totals = self._totals
         notes = []
         if observer.failure is not None:
-            notes.append(f"the audit has failed and ended early; the training was not disturbed: {observer.failure}")
+            notes.append(f"the audit has ended early; the training was not disturbed: {observer.failure}")
         if not totals:
             notes.append(_nothing_seen(observer))
-        elif all(isnan(total.total) for total in totals):
-            kinds = {weights.kind for p in observer.passes for weights in p.weights}
-            if kinds:
-                notes.append(
-                    "weights cannot be seen: the loss is no cross entropy of an output. Pass losses=, a function "
-                    "(outputs, labels) -> losses; shares of the gradient at the outputs are in audit.updates"
-                )
-            else:
-                notes.append("weights cannot be seen: no output with rows is between the parameters and the loss")
+        elif all(total.step.written and not total.passes for total in totals):
+            notes.append(
+                "weights cannot be seen: gradients were not written by a backward pass through an output of the "
+                "model, as with model.compile() (use torch.compile(model)) and with functions that are compiled or of "
+                "torch.func"
+            )
+        elif any(p.weights and all(w.relative for w in p.weights) for p in observer.passes):
+            notes.append(
+                "weights cannot be seen: the loss is no cross entropy of an output. Pass losses=, a function (outputs, "
+                "labels) -> losses; shares of the gradient at the outputs are in audit.updates"
+            )
+        elif any(not p.weights and p.finite for p in observer.passes):
+            notes.append("weights cannot be seen: no output with rows is between the parameters and the loss")
+        if any(total.step.is_unknown for total in totals):
+            notes.append("gradients were changed or added up by hand: the weights in such updates are not known")
+        if observer.batch_norm and any(len(total.passes) > 1 for total in totals):
+            notes.append(
+                f"{observer.batch_norm[0]} normalizes each microbatch by its own statistics, so that updates depend on "
+                "how batches are cut: freeze it (sw.freeze_batchnorm), or use GroupNorm"
+            )
         varied = [s for t in totals for s in t.known if not s.equal(None) and self.per is None]
         if varied and not any("weights" in f.code for f in self.findings):
             notes.append("targets within a microbatch have different weights: the loop weights them itself")
@@ -233,25 +246,24 @@ class Audit(Tabular):
         numbers: dict[int, int] = {}
         rows = []
         for total in self._totals:
-            for p in total.passes:
-                for weights in p.weights:
-                    for row, (weight, targets) in enumerate(zip(weights.sums, weights.counts, strict=True)):
-                        sample = weights.samples[row] if weights.samples else None
-                        number = None if sample is None else numbers.setdefault(sample, len(numbers))
-                        rows.append(
-                            {
-                                "update": total.step.number + 1,
-                                "optimizer": total.step.optimizer,
-                                "microbatch": p.number + 1,
-                                "row": row,
-                                "sample": number,
-                                "loss": weights.kind,
-                                "output": weights.slot.name,
-                                "targets": targets,
-                                "weight": weight,
-                                "known": not weights.relative,
-                            }
-                        )
+            for part in (part for slot in total.slots.values() for part in slot.parts):
+                for row, (weight, targets) in enumerate(zip(part.sums, part.counts, strict=True)):
+                    sample = part.samples[row] if part.samples else None
+                    rows.append(
+                        {
+                            "update": total.step.number + 1,
+                            "optimizer": total.step.optimizer,
+                            "rank": part.rank,
+                            "microbatch": part.microbatch + 1,
+                            "row": row,
+                            "sample": None if sample is None else numbers.setdefault(sample, len(numbers)),
+                            "loss": part.kind,
+                            "output": part.slot.name,
+                            "targets": targets,
+                            "weight": weight,
+                            "known": not part.relative and not total.step.is_unknown,
+                        }
+                    )
         return rows
 
     def _table(self) -> Table:
@@ -265,7 +277,10 @@ class Audit(Tabular):
         title = f"audit of {plural(len(totals), 'update')}: {self.verdict}"
         hidden = len(totals) - len(rows)
         notes = [f"… {plural(hidden, 'other update')}"] if hidden else []
-        return Table(head, rows, title, [*notes, *map(str, self.findings), *(f"Note: {n}." for n in self.notes)])
+        columns = len(head) if any(row[-1] for row in rows) else len(head) - 1
+        rows = [row[:columns] for row in rows]
+        lines = [*notes, *map(str, self.findings), *(f"Note: {n}." for n in self.notes)]
+        return Table(head[:columns], rows, title, [fill(line, WIDTH, subsequent_indent="  ") for line in lines])
 
     # --- files and comparison ----------------------------------------------------------------------------------------
 
@@ -332,7 +347,12 @@ def read_audit(path: str | PathLike[str]) -> dict[str, Any]:
 
 def _nothing_seen(observer: Observer) -> str:
     if observer.compiled:
-        return observer.compiled
+        return f"{observer.compiled} was compiled by model.compile(), which hides its calls: use torch.compile(model)"
+    if observer.other_optimizers:
+        return (
+            "optimizers have stepped that have no parameter of the model: it was copied, replaced or moved after the "
+            "optimizer was created, or another model is trained"
+        )
     if not observer.calls and not observer.calls_without_graph:
         return "no call of the model was seen: pass the model that the loop trains, or None for all models"
     if not observer.passes:
@@ -351,8 +371,9 @@ def _chosen(totals: list[UpdateTotal], marks: dict[int, list[str]]) -> list[Upda
 
 def _cells(total: UpdateTotal, marks: list[str]) -> tuple[str, ...]:
     known = total.known
-    low = min((slot.low for slot in known), default=nan)
-    high = max((slot.high for slot in known), default=nan)
+    # With factors of classes, the weights of a class whose factor is the mean one.
+    low = min((slot.low * slot.size / max(slot.targets, 1) for slot in known), default=nan)
+    high = max((slot.high * slot.size / max(slot.targets, 1) for slot in known), default=nan)
     spread = f"{low:.4g}" if abs(low - high) <= 1e-5 * abs(high) else f"{low:.4g} to {high:.4g}"
     return (
         str(total.step.number + 1),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 from samplewise.audit.records import Pass, Site, Slot
 from samplewise.audit.totals import Per, SlotTotal, UpdateTotal
@@ -67,10 +68,9 @@ class Evidence:
         """Sum that the weights should have: 1 for one loss. With several losses, each may have a factor of its own,
         which must be the same in all updates.
         """
-        if isinstance(self.per, (int, float)):
+        one_loss = all(len(total.known) == 1 and not total.has_other_losses for total, _ in series)
+        if isinstance(self.per, (int, float)) or one_loss:
             return slot.expected_total(self.per)
-        if all(len(total.known) == 1 for total, _ in series):
-            return 1.0
         totals = sorted(weights.total for _, weights in series)
         return totals[len(totals) // 2]
 
@@ -89,6 +89,8 @@ def unequal_weights(evidence: Evidence) -> Iterator[Finding]:
     noun = "sample" if unit == "sample" else "target"
     for series in evidence.series():
         off = [(total, slot) for total, slot in series if not slot.equal(unit)]
+        if evidence.per is None:  # weights of the loop itself, of samples or of single targets
+            off = [row for row in off if not row[1].weighted_by_loop and _has_several_targets(row[1])]
         inside = [(t, s) for t, s in off if not all(SlotTotal(s.slot, [part]).equal(unit) for part in s.parts)]
         if inside and evidence.per is not None:
             total, slot = inside[0]
@@ -116,24 +118,38 @@ def unequal_weights(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
+def _has_several_targets(slot: SlotTotal) -> bool:
+    return any(part.targets > 1 for part in slot.parts)
+
+
 def wrong_sum(evidence: Evidence) -> Iterator[Finding]:
     """Weights that do not sum to 1, or to the constant that is meant."""
+    if any(
+        p.erased and not p.skipped for p in evidence.lost()
+    ):  # an update without them has another sum, and that is the fault
+        return
+    first = {number for finding in first_window(evidence) for number in finding.updates}
     for series in evidence.series():
+        if _is_scaled(series) or _is_annealed(series):
+            continue
         expected = [evidence.expected_total(series, slot) for _, slot in series]
         off = [
             (total, slot, goal)
             for (total, slot), goal in zip(series, expected, strict=True)
-            if slot.targets and abs(slot.total - goal) > slot.tolerance * abs(goal)
+            if slot.targets and abs(slot.total - goal) > slot.tolerance * abs(goal) and _number(total) not in first
         ]
         judged = [row for row in off if evidence.per is not None or row[1].equal(None) or _by_microbatch(row[1])]
+        if evidence.per is None:
+            judged = [row for row in judged if not row[1].weighted_by_loop]
         if not judged:
             continue
         sums = [slot.total for _, slot, _ in judged]
         total, slot, goal = judged[0]
-        regular = max(len(t.passes) for t, _ in series)
+        sizes = [len(t.passes) for t, _ in series]
+        regular = max(set(sizes), key=sizes.count)
         number = len(total.passes)
         aim = "1" if not isinstance(evidence.per, (int, float)) else f"the number of targets / {evidence.per:g}"
-        if len(off) < len(series) and all(len(t.passes) < regular for t, _, _ in judged):
+        if len(off) < len(series) and all(len(t.passes) != regular for t, _, _ in judged):
             yield Finding(
                 "short-window",
                 f"the weights of an update must sum to {_value(goal)}; found {_value(sums[0])} in update "
@@ -154,8 +170,30 @@ def wrong_sum(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def _is_scaled(series: Sequence[tuple[UpdateTotal, SlotTotal]]) -> bool:
+    """True if the loop divides gradients, by a number that is known only in updates without clipping."""
+    if any(slot.divided for _, slot in series) or any(total.step.replaced for total, _ in series):
+        return True
+    same = len({(round(slot.low, 9), round(slot.high, 9)) for _, slot in series}) == 1
+    return same and all(total.step.factor != 1 for total, _ in series)
+
+
+def _is_annealed(series: Sequence[tuple[UpdateTotal, SlotTotal]]) -> bool:
+    """True if one of several losses has a factor that changes between windows of one size, or if the factors of all
+    losses together are 1.
+    """
+    if all(len(total.known) == 1 and not total.has_other_losses for total, _ in series):
+        return False
+    if all(abs(total.total - 1) <= slot.tolerance for total, slot in series):
+        return True
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for total, slot in series:
+        by_size[len(total.passes)].append(slot.total)
+    return any(max(sums) - min(sums) > series[0][1].tolerance * abs(max(sums)) for sums in by_size.values())
+
+
 def _by_microbatch(slot: SlotTotal) -> bool:
-    return all(part.uniform for part in slot.parts)
+    return _has_several_targets(slot) and all(part.uniform for part in slot.parts)
 
 
 def _cause_of_sum(judged: Sequence[tuple[UpdateTotal, SlotTotal, float]]) -> str:
@@ -171,9 +209,16 @@ def _cause_of_sum(judged: Sequence[tuple[UpdateTotal, SlotTotal, float]]) -> str
         return "The loss of a microbatch is a mean: divide it by the number of microbatches of the update."
     if all_close(lambda total, _: 1 / len(total.passes)):
         return "The loss is divided by the number of microbatches twice, or by it and by the size of the whole window."
+    total, slot, _ = judged[0]
+    if all_close(lambda total, slot: 1 / slot.targets):
+        return "The loss is divided by the number of targets twice: a mean must not be divided again."
+    divisors = [1 / slot.low for _, slot, _ in judged if slot.low == slot.high or slot.equal("token")]
+    advice = "look for labels that are counted before a shift, with padding, or in another batch than this window."
+    if len(divisors) < len(judged) or not all(abs(n - round(n)) < 1e-3 * n for n in divisors):
+        return f"The loss is divided by another number than that of the targets that enter it: {advice}"
     return (
-        "The loss is divided by another number than that of the targets that enter it: look for labels that are "
-        "counted before a shift, with padding, or in a batch instead of a window."
+        f"Each target is divided by {round(divisors[0])}, and {slot.targets} targets enter update {_number(total)}: "
+        f"{advice}"
     )
 
 
@@ -184,8 +229,8 @@ def first_window(evidence: Evidence) -> Iterator[Finding]:
     for totals in evidence.by_optimizer():
         sizes = [len(t.passes) for t in totals]
         later = sizes[1:-1] or sizes[1:]
-        has_fewer = all(totals[0].samples < t.samples for t in totals[1 : len(later) + 1])
-        if later and 0 < sizes[0] < min(later) and min(later) == max(later) and has_fewer:
+        regular = bool(later) and later[0] == max(set(later), key=later.count)
+        if regular and 0 < sizes[0] < later[0] and totals[0].samples < totals[1].samples:
             yield Finding(
                 "first-window",
                 f"all windows must have the same number of microbatches, but for the last; found {sizes[0]} in the "
@@ -207,8 +252,15 @@ def unapplied(evidence: Evidence) -> Iterator[Finding]:
 
 
 def discarded(evidence: Evidence) -> Iterator[Finding]:
-    passes = evidence.observer.passes
-    erased = [p for p in evidence.lost() if p.erased and p.finite and not _overflowed(p, passes)]
+    if not evidence.observer.optimizers:
+        return
+    used = [set(p.samples) for p in evidence.observer.passes if p.updates and p.samples]
+    erased = [
+        p
+        for p in evidence.lost()
+        # Gradients of samples that an update has, as in sharpness-aware minimization, were used otherwise.
+        if p.erased and p.finite and not p.skipped and not p.intended and not any(set(p.samples) <= s for s in used)
+    ]
     if erased:
         yield Finding(
             "discarded",
@@ -217,12 +269,6 @@ def discarded(evidence: Evidence) -> Iterator[Finding]:
             "the step, or before the first backward pass of a window.",
             _site(erased),
         )
-
-
-def _overflowed(lost: Pass, passes: Sequence[Pass]) -> bool:
-    """True if the loss scale went down after this pass: the scaler has skipped an update that was not finite."""
-    following = next((p for p in passes[lost.number + 1 :] if p.scale != lost.scale), None)
-    return lost.scale != 1 and (following is None or following.scale < lost.scale)
 
 
 def stale(evidence: Evidence) -> Iterator[Finding]:
@@ -268,30 +314,33 @@ def mixed_epochs(evidence: Evidence) -> Iterator[Finding]:
 
 
 def epoch_starts(passes: Sequence[Pass]) -> set[int]:
-    """Numbers of the passes that begin an epoch after the first: all epochs have the same samples, each once. Empty if
-    the samples are not known, or drawn in another way.
+    """Numbers of the passes that begin an epoch after the first: all epochs have the same samples, each once, in at
+    least two microbatches. Empty if the samples are not known, or drawn in another way.
     """
-    epochs: list[set[int]] = [set()]
+    epochs: list[list[set[int]]] = [[]]
     starts = set()
+    previous: list[int] = []
     for p in passes:
         samples = set(p.samples)
         if not samples or len(samples) < len(p.samples):
             return set()
-        if samples & epochs[-1]:
-            if not samples <= epochs[0]:
-                return set()
+        if p.samples == previous:  # a second loss of the same microbatch
+            continue
+        previous = p.samples
+        if any(samples & earlier for earlier in epochs[-1]):
             starts.add(p.number)
-            epochs.append(set())
-        epochs[-1] |= samples
-    complete = len({len(epoch) for epoch in epochs[:-1]}) <= 1
-    return starts if complete and all(epoch <= epochs[0] for epoch in epochs) else set()
+            epochs.append([])
+        epochs[-1].append(samples)
+    contents = [set().union(*epoch) for epoch in epochs]
+    complete = all(content == contents[0] for content in contents[:-1]) and contents[-1] <= contents[0]
+    return starts if complete and all(len(epoch) > 1 for epoch in epochs[:-1]) else set()
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
 def changed_between(evidence: Evidence) -> Iterator[Finding]:
-    numbers = sorted({number for number, _ in evidence.observer.changed_between})
+    numbers = sorted(set(evidence.observer.changed_between))
     if numbers:
         yield Finding(
             "changed-between",
@@ -306,21 +355,21 @@ def clipped_before_unscaling(evidence: Evidence) -> Iterator[Finding]:
     """Clipping of gradients that still have the loss scale: after unscaling, their norm is a bound over the scale."""
     off = []
     for total in evidence.totals:
-        norms = total.step.scaled_norms
-        if norms is None:
+        if total.step.scaled_norms is None:
             continue
-        before, after, scale = norms
-        if after * scale < 0.99 * before and _is_round(after * scale) and not _is_round(after):
-            off.append(total)
+        before, after = total.step.scaled_norms
+        scaled = after * total.step.scale
+        if after < 0.99 * before and _is_round(scaled) and not _is_round(after):
+            off.append((total, after, scaled))
     if off:
-        _, after, scale = off[0].step.scaled_norms or (0.0, 0.0, 1.0)
+        total, after, scaled = off[0]
         yield Finding(
             "clipped-scaled",
-            f"gradients must be unscaled before they are clipped; found that in update {_number(off[0])} their norm "
-            f"was reduced to {after * scale:.3g} while they had the loss scale {scale:g}, so that it is {after:.3g} in "
+            f"gradients must be unscaled before they are clipped; found that in update {_number(total)} their norm was "
+            f"reduced to {scaled:.3g} while they had the loss scale {total.step.scale:g}, so that it is {after:.3g} in "
             "the update. Call scaler.unscale_(optimizer) before clipping.",
-            str(off[0].step.site),
-            _numbers(off),
+            str(total.step.site),
+            _numbers(t for t, _, _ in off),
         )
 
 
@@ -371,12 +420,14 @@ def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
     reached = set().union(*(p.reached for p in observer.passes))
     names = observer.accumulation.names
     owned = {id(p): p for o in observer.optimizers for group in o.param_groups for p in group["params"]}
-    missed = [names.get(key, "?") for key, p in owned.items() if p.requires_grad and key not in reached]
+    missed = [
+        names.get(key, f"shape {tuple(p.shape)}") for key, p in owned.items() if p.requires_grad and key not in reached
+    ]
     if missed:
         yield Finding(
             "unused-parameters",
             f"the optimizer has parameters that never got a gradient: {listed(missed)}. Look for a detach(), an "
-            "unused layer, or a model that was copied or replaced after the optimizer was created.",
+            "unused layer, or a model or layer that was copied or replaced after the optimizer was created.",
         )
     free = [names[key] for key in names if key in reached and key not in owned]
     if free:
@@ -420,14 +471,23 @@ def schedule(evidence: Evidence) -> Iterator[Finding]:
             str(off[0].step.site),
             _numbers(off),
         )
+    steps = len(evidence.totals)
     unstepped = [s for s in evidence.observer.schedulers if getattr(s, "last_epoch", 1) == 0]
-    if unstepped and evidence.complete and len(evidence.totals) > 1 and passes:
+    # A schedule by epochs has no step yet in the first one.
+    due = [s for s in unstepped if epoch_starts(passes) or _length(s) <= steps]
+    if due and evidence.complete and steps > 1:
         yield Finding(
             "scheduler-never",
-            f"a learning rate schedule must be stepped; found that {type(unstepped[0]).__name__} was not in "
+            f"a learning rate schedule must be stepped; found that {type(due[0]).__name__} was not in "
             f"{plural(len(evidence.totals), 'update')}. Call scheduler.step() after optimizer.step(), or once per "
             "epoch.",
         )
+
+
+def _length(scheduler: Any) -> float:
+    """Number of steps of a schedule; infinite if it has no end."""
+    names = ("T_max", "total_iters", "total_steps")
+    return min((getattr(scheduler, name) for name in names if hasattr(scheduler, name)), default=inf)
 
 
 def broadcast(evidence: Evidence) -> Iterator[Finding]:

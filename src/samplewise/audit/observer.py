@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
@@ -18,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from samplewise.audit import weights as reading
-from samplewise.audit.accumulation import Accumulation
+from samplewise.audit.accumulation import Accumulation, local_part
 from samplewise.audit.records import (
     SHARES,
     Call,
@@ -33,13 +35,30 @@ from samplewise.audit.records import (
     Site,
     Slot,
     fingerprints,
+    number_ids,
     own_weights,
     row_weights,
 )
 from samplewise.core import observation
 from samplewise.core.batches import located_leaves
-from samplewise.core.modes import modules_in_eval_mode
+from samplewise.core.modes import mixing_batch_norms, modules_in_eval_mode
 
+SEARCHED = 64  # nodes of the graph of a loss
+# Outputs of models of transformers from which others are computed.
+INNER_OUTPUTS = {
+    "hidden_states",
+    "last_hidden_state",
+    "encoder_last_hidden_state",
+    "encoder_hidden_states",
+    "decoder_hidden_states",
+    "pooler_output",
+    "past_key_values",
+    "attentions",
+}
+PROBED = 3  # parameters whose gradients are compared before and after the loop has changed gradients
+SUMMED = 8  # parameters whose values are compared, as long as no optimizer of torch was seen
+FRAMES = 16  # of the stack, from a hook of an optimizer to a loss scaler
+SCALER_METHODS = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__}
 LEAVES = 8  # tensors of an output whose gradients are read
 DEFERRED_PASSES = 64  # small outputs are read together
 DEFERRED_BYTES = 1 << 20
@@ -68,9 +87,11 @@ class Observer:
         self.calls = 0
         self.calls_without_graph = 0  # in training mode
         self.eval_modules: dict[str, Site] = {}
-        self.changed_between: list[tuple[int, Site | None]] = []  # passes after which gradients were changed by hand
+        self.changed_between: list[int] = []  # passes after which gradients were changed by hand
         self.shapes: list[tuple[Site, str, tuple[int, ...], tuple[int, ...]]] = []  # of criteria that broadcast
+        self.batch_norm: list[str] = []  # layers that normalize with statistics of the microbatch
         self.schedulers: list[Any] = []
+        self.other_optimizers = 0  # steps of optimizers that have no parameter of the model
         self.averages_ranks = False  # a DDP or FSDP wrapper averages gradients over ranks
         self.failure: str | None = None
         self.compiled: str | None = None
@@ -92,25 +113,43 @@ class Observer:
         self._written = False
         self._unread: list[Pass] = []
         self._unread_bytes = 0
-        self._kinds: dict[Slot, str] = {}
+        self._kinds: dict[Slot, reading.Kind] = {}
         self._factors: dict[int, Tensor] = {}
-        self._scalers: list[Any] | None = None
+        self._has_searched = False
         self._wrappers: list[nn.Module] = []
-        self._versions: list[int] = []
-        self._scaled_norm: tuple[float, float] | None = None  # after the last pass, and its loss scale
-        self._scaled_norms: tuple[float, float, float] | None = None
+        self._scalers: list[Any] | None = None  # searched after the first gradient that was erased
+        self._values: list[float] = []
+        self._scale = 1.0  # loss scale of the update
+        self._scaled_norms: tuple[float, float] | None = None
+        self._replaced = False
+        self._early: set[int] = set()
+        self._probed: list[int] = []
+        self._probe: dict[int, Tensor] = {}
+        self._factor: float | None = 1.0
         self._sites: dict[tuple[Any, int], Site] = {}
         self._handles: list[Any] = []
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+
+        # In compiled code the hooks do nothing, and Dynamo leaves them out: the condition is a constant there.
+        def before_call(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._before_call()
+
+        def after_call(module: nn.Module, args: Any, *results: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._after_call(module, args, results)
+
         self._handles = [
-            register_module_forward_pre_hook(self._before_call),
-            register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True),
+            register_module_forward_pre_hook(before_call),
+            register_module_forward_hook(after_call, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+        self._filter = warnings.filters[0]
         observation.observers.append(self)
         if self.model is not None:
             self.accumulation.watch_module(self.model)
@@ -119,14 +158,21 @@ class Observer:
         """Remove all hooks and read what is left."""
         for handle in self._handles:
             handle.remove()
+            for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
+                getattr(torch_module, name, {}).pop(handle.id, None)  # torch keeps these entries
         self._handles = []
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         if self in observation.observers:
             observation.observers.remove(self)
         self._pass = None
         self._guarded(self._note_other_update)
         self._guarded(self._read)
+        self._scalers = None
         optimizers = set(map(id, self.optimizers))
         self.schedulers = [s for s in self.schedulers if id(s.optimizer) in optimizers]
+        if self.model is not None and self.model._compiled_call_impl is not None:
+            self.compiled = type(self.model).__name__
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function of the audit: its errors end the audit, not the training."""
@@ -134,28 +180,34 @@ class Observer:
             return
         try:
             function(*args)
+        except reading.UnusableError as error:
+            self.failure = str(error)
+            self._unread = []
         except Exception as error:
             trace = error.__traceback__
             while trace is not None and trace.tb_next is not None:
                 trace = trace.tb_next
             where = "" if trace is None else f" in {trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}"
-            self.failure = f"{type(error).__name__}: {error}{where}"
+            message = str(error).partition("\n")[0]
+            self.failure = f"{type(error).__name__}: {message}{where}"
             self._unread = []
 
     # --- forward calls -----------------------------------------------------------------------------------------------
 
-    def _before_call(self, module: nn.Module, inputs: Any) -> None:
+    def _before_call(self) -> None:
         if get_ident() == self._thread:
             self._depth += 1
 
-    def _after_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_call(self, module: nn.Module, args: Any, results: Sequence[Any]) -> None:
+        """results: keyword arguments and output; fewer if the call has failed."""
         if get_ident() != self._thread:
             return
         self._depth = max(self._depth - 1, 0)
-        ignored = self._depth or output is None or torch.compiler.is_compiling() or _task_id() >= 0
-        if ignored or observation.is_hidden():
+        if self._depth or len(results) < 2 or _task_id() >= 0 or observation.is_hidden():
             return
-        self._guarded(self._record_call, module, args, kwargs, output)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of torch.func
+            return
+        self._guarded(self._record_call, module, args, *results)
 
     def _record_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Register hooks on the outputs of a call at top level."""
@@ -167,30 +219,39 @@ class Observer:
             return
         if not self._is_audited(module):
             return
-        tensors = [
-            (path, leaf)
-            for path, leaf in located_leaves(output)
+        attached = {
+            id(leaf): (path, leaf)
+            for path, leaf in reversed(located_leaves(output))  # one tensor may have two names: the first one
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point()
-        ]
+        }
+        tensors = list(attached.values())[::-1]
         if not tensors:
             self.calls_without_graph += module.training
             return
         self.calls += 1
         is_new = id(module) not in self._models
         number = self._models.setdefault(id(module), len(self._models))
-        if is_new and self.model is None:
+        if is_new and self.model is None and not is_sharded(module):  # FSDP has put other tensors in their place
             self.accumulation.watch_module(module)
         site = self._site(sys._getframe())
         samples = self._samples(args, kwargs)
-        call = Call(site, module, module.training, samples, self._ranks(module), self._labels_of(args, kwargs))
-        if is_new or not module.training:
-            for name in modules_in_eval_mode([module]):
-                self.eval_modules.setdefault(name, site)
+        asleep = tuple(modules_in_eval_mode([module])) if is_new or not module.training else ()
+        reads = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (*args, *kwargs.values()))
+        labels = self._labels_of(args, kwargs)
+        call = Call(site, module, module.training, samples, self._ranks(module), labels, asleep, reads)
+        if is_new:
+            self.batch_norm += mixing_batch_norms([module])
         # A scalar, such as a loss that the model computes, is read only if there is nothing else.
         chosen = [(path, z) for path, z in tensors if z.dim()] or tensors
         for path, z in chosen[:LEAVES]:
             slot = Slot(site, ".".join(map(str, path)), number)
             z.register_hook(partial(self._on_gradient, Output(call, slot, z.detach(), z._version)))
+        for _, loss in tensors:
+            node = None if loss.dim() else _fused_log_probabilities(loss)
+            if node is not None:
+                slot = Slot(site, "log probabilities", number)
+                inner = Output(call, slot, loss.detach(), loss._version, is_log_prob=True)
+                node.register_prehook(lambda grads, inner=inner: self._on_gradient(inner, grads[0]))
 
     def _record_criterion(self, criterion: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Register a hook on the value of a criterion of torch.nn."""
@@ -223,10 +284,9 @@ class Observer:
         return self._wrapped[id(module)]
 
     def _samples(self, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-        if callable(self._ids):
-            return torch.as_tensor(self._ids(args, kwargs)).flatten()
-        if self._ids is not None and self._ids in kwargs:
-            return torch.as_tensor(kwargs[self._ids]).flatten()
+        ids = self._ids(args, kwargs) if callable(self._ids) else kwargs.get(self._ids) if self._ids else None
+        if ids is not None:
+            return number_ids(ids)
         tensors = [kwargs.get("input_ids"), *args, *kwargs.values()]
         value = next((v for v in tensors if isinstance(v, Tensor) and v.dim()), None)
         if value is None:
@@ -277,12 +337,13 @@ class Observer:
 
     def _begin_pass(self) -> None:
         """A backward pass has come to its first output: nothing was accumulated yet."""
-        if self._scalers is None:
+        if not self._has_searched:
             self._search()
         self._note_other_update()
-        self._look()
+        self._early = self._look()
         number = len(self.passes)
-        self._pass = Pass(number, self._scale(), self._rates(), self._stepping is not None)
+        shown = observation.is_shown()
+        self._pass = Pass(number, self._rates(), self._stepping is not None, shown)
         self._task = _task_id()
         # Called when the pass is over; queued once more then, behind the callbacks of DDP and FSDP.
         engine = torch.autograd.Variable._execution_engine
@@ -293,57 +354,80 @@ class Observer:
         if current is None:
             return
         self._pass = None
-        current.reached = self.accumulation.add(current.number)
-        self._scaled_norm = None if current.scale == 1 else (self._norm(self.accumulation.parameters), current.scale)
+        current.reached = self.accumulation.add(current.number) | self._early
+        self.accumulation.join(self._early, current.number)
+        self._probe = self._probe_norms(current.reached)
         if not current.reached:
-            self._unused.append(current)  # torch.autograd.grad, as for a penalty on gradients
+            # torch.autograd.grad, as for a penalty on gradients; or FSDP, which adds up gradients elsewhere until they
+            # are to be reduced.
+            self._unused.append(current)
             return
+        unused = self._unused
         self._unused = []
+        for earlier in unused:
+            if any(is_sharded(output.call.module) for output, _ in earlier.outputs):
+                earlier.reached = current.reached
+                self._append(earlier)
+                self.accumulation.join(current.reached, earlier.number)
         self._append(current)
 
     def _append(self, current: Pass) -> None:
         current.number = len(self.passes)
         self.passes.append(current)
         self._unread.append(current)
+        for output, _ in current.outputs:
+            for name in output.call.in_eval_mode:
+                self.eval_modules.setdefault(name, output.slot.site)
+            current.intended |= output.call.reads_input_gradients
         self._unread_bytes += sum(z.z.nbytes + g.nbytes for z, g in current.outputs)
         if len(self._unread) >= DEFERRED_PASSES or self._unread_bytes > DEFERRED_BYTES:
             self._read()
-        self._versions = self._parameter_versions()
+        self._values = self._parameter_values()
 
-    def _look(self) -> None:
-        """Note gradients that were erased, or changed by hand, since the last pass or step."""
+    def _look(self) -> set[int]:
+        """Note gradients that were erased, or changed by hand, since the last pass or step. Returns parameters between
+        the outputs and the loss, such as a learned temperature, which the pass that begins has reached already.
+        """
         pending = {n for passes in set(self.accumulation.passes.values()) for n in passes}
+        filled = {key for key, passes in self.accumulation.passes.items() if passes}
         change = self.accumulation.look()
         self._note_erased(change.reset)
+        early = {key for key in change.changed if key not in filled}
+        if len(change.changed & filled) < len(filled):
+            early |= change.changed
+        still = {n for key in filled - early for n in self.accumulation.passes[key]}
+        for key in early:
+            if not still & set(self.accumulation.passes[key]):  # erased with the others, and filled again
+                self.accumulation.passes[key] = ()
         waiting = [n for n in pending - change.reset if not self.passes[n].updates]
-        if waiting and any(self.accumulation.passes[key] for key in change.changed):
-            self.changed_between.append((max(waiting), None))
+        if waiting and change.changed - early:
+            self.changed_between.append(max(waiting))
+        return early
 
     def _note_erased(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.passes[number].erased |= not self.passes[number].updates
+        lost = [number for number in numbers if not self.passes[number].updates]
+        skipped = bool(lost) and self._stepping is None and self._scaler_has_skipped()
+        for number in lost:
+            self.passes[number].erased = True
+            self.passes[number].skipped = skipped
+
+    def _scaler_has_skipped(self) -> bool:
+        """True if a loss scaler has just reduced its scale, after gradients that were not finite."""
+        if self._scalers is None:
+            self._scalers = _living_objects(torch.amp.GradScaler)[torch.amp.GradScaler]
+        used = [s for s in self._scalers if s.is_enabled() and s._scale is not None]
+        return any(s._get_growth_tracker() == 0 for s in used)
 
     def _search(self) -> None:
-        """Find loss scalers, schedulers and DDP wrappers. Torch keeps no list of them."""
-        self._scalers = []
-        lists: dict[type, list[Any]] = {
-            torch.amp.GradScaler: self._scalers,
-            LRScheduler: self.schedulers,
-            nn.parallel.DistributedDataParallel: self._wrappers,
-        }
-        list_of: dict[type, list[Any] | None] = {}  # of each class, because there are many objects and few classes
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if kind not in list_of:
-                list_of[kind] = next((found for base, found in lists.items() if issubclass(kind, base)), None)
-            found = list_of[kind]
-            if found is not None:
-                found.append(thing)
-
-    def _scale(self) -> float:
-        """Loss scale of this pass; 1 without a scaler."""
-        scales = {s.get_scale() for s in self._scalers or () if s.is_enabled() and s._scale is not None}
-        return float(scales.pop()) if len(scales) == 1 else 1.0
+        """Find schedulers, DDP wrappers and optimizers. Torch keeps no list of them."""
+        self._has_searched = True
+        wrapper = nn.parallel.DistributedDataParallel
+        living = _living_objects(LRScheduler, wrapper, Optimizer)
+        self.schedulers = living[LRScheduler]
+        self._wrappers = living[wrapper]
+        if self.model is None:
+            for optimizer in living[Optimizer]:
+                self._watch_optimizer(optimizer)
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -352,13 +436,10 @@ class Observer:
         """Number of ranks whose gradients are averaged: those of a DDP or FSDP wrapper around the module."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return 1
-        if self._scalers is None:
+        if not self._has_searched:
             self._search()
-        is_sharded = any(
-            "FSDP" in cls.__name__ or "FullyShardedDataParallel" in cls.__name__ for cls in type(module).__mro__
-        )
         is_wrapped = any(module is wrapper or module is wrapper.module for wrapper in self._wrappers)
-        if isinstance(module, nn.parallel.DistributedDataParallel) or is_sharded or is_wrapped:
+        if isinstance(module, nn.parallel.DistributedDataParallel) or is_sharded(module) or is_wrapped:
             self.averages_ranks = True
             return dist.get_world_size()
         return 1
@@ -377,22 +458,49 @@ class Observer:
         keys = _parameters(optimizer)
         self._written = any(not self.accumulation.passes[key] for key in change.changed & keys)
         self._before_step = self.accumulation.passes_of(keys)
+        self._factor = self._factor_since_pass() if change.changed else 1.0
+        self._replaced = change.replaced
         self._scaled_norms = None
-        if self._scaled_norm is not None:
-            before, scale = self._scaled_norm
-            self._scaled_norms = (before, self._norm(self.accumulation.parameters), scale)
+        self._scale, is_unscaled = _loss_scale(optimizer)
+        if is_unscaled and self._factor:
+            self._factor *= self._scale
+            norm = self._norm(self.accumulation.parameters)
+            self._scaled_norms = (norm / self._factor, norm)
+
+    def _probe_norms(self, keys: Iterable[int]) -> dict[int, Tensor]:
+        """Norms of some small gradients, which tell whether all gradients are scaled before the update."""
+        parameters = self.accumulation.parameters
+        if not self._probed:
+            self._probed = sorted(keys, key=lambda key: parameters[key].numel())[:PROBED]
+        gradients = {key: parameters[key].grad for key in self._probed}
+        dense = {key: g for key, g in gradients.items() if g is not None and g.layout is torch.strided}
+        tensors = {key: local_part(gradient) for key, gradient in dense.items()}
+        return dict(zip(tensors, torch._foreach_norm(list(tensors.values())), strict=True)) if tensors else {}
+
+    def _factor_since_pass(self) -> float | None:
+        """Factor by which all gradients were multiplied since the last pass, as by clipping; None if there is none."""
+        after = self._probe_norms(())
+        pairs = [(float(self._probe[key]), float(norm)) for key, norm in after.items() if key in self._probe]
+        factors = [second / first for first, second in pairs if first > 0]
+        if not factors or max(factors) - min(factors) > 1e-3 * max(factors):
+            return None
+        return sum(factors) / len(factors)
 
     def _is_relevant(self, optimizer: Optimizer) -> bool:
         if any(optimizer is known for known in self.optimizers):
             return True
         if self.model is not None and not _parameters(optimizer) & self.accumulation.parameters.keys():
+            self.other_optimizers += 1
             return False
         if self.model is None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            named = ((f"parameter {k} of the optimizer", p) for k, p in enumerate(parameters))
-            self.accumulation.watch(named, as_cleared=True)
+            self._watch_optimizer(optimizer, as_cleared=True)
         self.optimizers.append(optimizer)
         return True
+
+    def _watch_optimizer(self, optimizer: Optimizer, as_cleared: bool = False) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        named = ((f"parameter {k} of the optimizer", p) for k, p in enumerate(parameters))
+        self.accumulation.watch(named, as_cleared)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepping is optimizer:
@@ -404,19 +512,30 @@ class Observer:
     def _end_step(self, optimizer: Optimizer) -> None:
         keys = _parameters(optimizer)
         numbers = self.accumulation.passes_of(keys) or self._before_step
+        is_unknown = False
         if self._written and self._unused:
-            for unused in self._unused:  # gradients that were computed by torch.autograd.grad and written by hand
+            # Gradients that were computed by torch.autograd.grad and written by hand. The first pass of each call.
+            is_unknown = not all(unused.shown for unused in self._unused)
+            calls: set[int] = set()
+            for unused in self._unused:
+                own = {id(output.call) for output, _ in unused.outputs}
+                if own <= calls:
+                    continue
+                calls |= own
                 unused.reached = keys
                 self._append(unused)
                 numbers = numbers | {unused.number}
             self._written = False
         self._unused = []
         number = next(k for k, known in enumerate(self.optimizers) if known is optimizer)
-        self._record_step(numbers, number, tuple(float(group["lr"]) for group in optimizer.param_groups), keys)
+        rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        self._record_step(numbers, number, rates, keys, is_unknown)
         self.accumulation.look()  # changes by the optimizer itself
-        self._versions = self._parameter_versions()
+        self._values = self._parameter_values()
 
-    def _record_step(self, numbers: Iterable[int], optimizer: int, rates: tuple[float, ...], keys: set[int]) -> None:
+    def _record_step(
+        self, numbers: Iterable[int], optimizer: int, rates: tuple[float, ...], keys: set[int], is_unknown: bool = False
+    ) -> None:
         ordered = sorted(numbers)
         step = len(self.steps)
         stale = [n for n in ordered if any(self.steps[u].optimizer == optimizer for u in self.passes[n].updates)]
@@ -425,13 +544,28 @@ class Observer:
         norm = self._norm(keys) if self._norms else None
         site = self._site(sys._getframe())
         self.steps.append(
-            OptimizerStep(step, optimizer, site, ordered, stale, rates, self._written, norm, self._scaled_norms)
+            OptimizerStep(
+                step,
+                optimizer,
+                site,
+                ordered,
+                stale,
+                rates,
+                self._written,
+                is_unknown,
+                self._replaced,
+                self._factor,
+                self._scale,
+                norm,
+                self._scaled_norms,
+            )
         )
 
     def _norm(self, keys: Iterable[int]) -> float:
-        """Norm of the gradients of these parameters."""
+        """Norm of the gradients of these parameters; of sharded ones, of the part on this rank."""
         parameters = self.accumulation.parameters
-        gradients = [p.grad for p in (parameters[key] for key in keys if key in parameters) if p.grad is not None]
+        with_gradient = (parameters[key] for key in keys if key in parameters)
+        gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
         return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
     def on_step(self, optimizer: Any, counts: Sequence[Tensor], divisor: Tensor | float, ranks: bool) -> None:
@@ -450,8 +584,9 @@ class Observer:
             last = self.steps[-1]
         passes = []
         for values in counts:
-            current = Pass(len(self.passes), 1.0, (), False)
+            current = Pass(len(self.passes), (), False)
             current.weights = [own_weights(Slot(site, "losses"), values, float(divisor))]
+            current.weights[0].microbatch = current.number
             current.sites = {site}
             current.updates = [last.number]
             self.passes.append(current)
@@ -460,17 +595,28 @@ class Observer:
 
     def _note_other_update(self) -> None:
         """Record an update by an optimizer that is not one of torch: parameters have changed since the last pass."""
-        if self.optimizers or not self._versions or self._versions == self._parameter_versions():
+        if self.optimizers or not self._values or self._values == self._parameter_values():
             return
-        numbers = {n for passes in set(self.accumulation.passes.values()) for n in passes}
+        new = [p for p in self.passes if not p.updates]
         self._written = False
-        self._record_step(numbers, -1, (), set(self.accumulation.parameters))
-        self._versions = self._parameter_versions()
+        self._factor = 1.0
+        self._scale = 1.0
+        # Gradients that were erased before have been added up elsewhere, and divided by a number that is not known.
+        is_unknown = any(p.erased for p in new)
+        self._record_step([p.number for p in new], -1, (), set(self.accumulation.parameters), is_unknown)
+        self._values = self._parameter_values()
 
-    def _parameter_versions(self) -> list[int]:
+    def _parameter_values(self) -> list[float]:
+        """Versions of all parameters, and sums of small ones: changes through .data have no version. Empty if the
+        optimizer is known.
+        """
         if self.optimizers:
             return []
-        return [p._version for p in self.accumulation.parameters.values()]
+        parameters = list(self.accumulation.parameters.values())
+        small = sorted(map(local_part, parameters), key=lambda p: p.numel())
+        # FSDP frees the storage of parameters that it has gathered.
+        readable = [p for p in small if p.untyped_storage().nbytes() >= p.nbytes][:SUMMED]
+        return [*(p._version for p in parameters), *(float(p.detach().sum()) for p in readable)]
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -503,7 +649,7 @@ class Observer:
             for output, g in current.outputs:
                 is_known = output.slot in self._kinds or output.criterion is not None or self._losses is not None
                 if not is_known and output.z.dim() and output.z._version == output.version:
-                    together.setdefault(output.slot, []).append((output.z, g / current.scale))
+                    together.setdefault(output.slot, []).append((output.z, g))
         for slot, pairs in together.items():
             shape = pairs[0][0].shape[1:]
             same = [(z, g) for z, g in pairs if z.shape[1:] == shape][:DEFERRED_PASSES]
@@ -519,7 +665,7 @@ class Observer:
             current.finite = current.finite and bool(g.isfinite().all() & output.z.isfinite().all())
         known = []
         for output, g in current.outputs:
-            kind, targets = self._targets(output, g / current.scale)
+            kind, targets = self._targets(output, g)
             if targets is not None and current.finite:
                 known.append(row_weights(output.slot, kind, output.call, targets))
         if not known and current.outputs and current.finite:  # the last output is the one closest to the loss
@@ -527,6 +673,9 @@ class Observer:
             if output.z.dim():
                 current.comparison = reading.compared_with_mean(output.z, g)
                 known = [row_weights(output.slot, SHARES, output.call, reading.shares(output.z, g))]
+        current.has_other_losses = _has_other_losses(current, {weights.slot for weights in known})
+        for weights in known:
+            weights.microbatch = current.number
         current.weights = known
         current.outputs = []
 
@@ -536,22 +685,88 @@ class Observer:
             assert output.prediction is not None and output.target is not None
             targets = reading.criterion_targets(output.criterion, output.prediction, output.target, g)
             return type(output.criterion).__name__, targets
+        if output.is_log_prob:
+            rows = g.reshape(len(g) if g.dim() > 1 else 1, -1)
+            return "log probabilities", reading.Targets(-rows.double(), tolerance=reading.tolerance_of(g))
         if not output.z.dim() or output.z._version != output.version:
             return "", None
         if self._losses is not None:
+            if output.call.labels is None:
+                raise reading.UnusableError(
+                    "losses= needs labels, and the model has no argument 'labels' and no second positional one. Pass "
+                    "labels=, the name of another argument or a function (args, kwargs) -> labels"
+                )
             targets = reading.losses_targets(self._losses, output.z, g, output.call.labels)
-            return "losses=", targets if float(targets.error) < 10 * targets.tolerance else None
+            return "losses=", targets if targets.error < 10 * targets.tolerance else None
         kind = self._kinds.get(output.slot)
         if kind is None:
             return "", None
-        targets = reading.KINDS[kind](output.z, g)
-        single = kind == "binary cross entropy" or output.z.shape[-1] == 2  # one row alone cannot be tested
-        is_exact = single or float(targets.error) <= 5 * targets.tolerance
-        return kind, targets if is_exact else None
+        targets = kind.read(output.z, g)
+        # Too few numbers for a test have an infinite error.
+        return kind.name, None if targets.tolerance < targets.error < torch.inf else targets
+
+
+def _fused_log_probabilities(loss: Tensor) -> Any:
+    """Node in the graph of a loss that returns the log probabilities of the labels, as the head of TRL that is fused
+    with the loss does; None if there is none among the nodes next to the loss.
+    """
+    nodes = [loss.grad_fn]
+    for node in nodes:
+        if node is None or len(nodes) > SEARCHED:
+            continue
+        if "ChunkedLogProb" in node.name():
+            return node
+        nodes += [child for child, _ in node.next_functions]
+    return None
+
+
+def _has_other_losses(current: Pass, known: set[Slot]) -> bool:
+    """True if an output that is no input of those with known weights got a gradient. Autograd comes to outputs in the
+    reverse order of their computation: the inputs of an output come after it.
+    """
+    calls = {id(output.call) for output, _ in current.outputs if output.slot in known}
+    first = True
+    for output, _ in current.outputs:
+        if output.slot in known:
+            first = False
+        elif first or (id(output.call) in calls and output.slot.name.partition(".")[0] not in INNER_OUTPUTS):
+            return True
+    return False
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return bool({cls.__name__ for cls in type(module).__mro__} & {"FSDPModule", "FullyShardedDataParallel"})
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _loss_scale(optimizer: Optimizer) -> tuple[float, bool]:
+    """Loss scale of the scaler that calls optimizer.step(), and whether it has unscaled the gradients; 1 without one.
+    Torch keeps no list of scalers: the one whose method is running is found on the stack.
+    """
+    frame: FrameType | None = sys._getframe()
+    for _ in range(FRAMES):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code in SCALER_METHODS:
+            scale = float(frame.f_locals["self"].get_scale())
+            return scale, getattr(optimizer, "grad_scale", None) is None
+    return 1.0, False
+
+
+def _living_objects(*bases: type) -> dict[type, list[Any]]:
+    """Objects of these classes in the process."""
+    objects: dict[type, list[Any]] = {base: [] for base in bases}
+    base_of: dict[type, type | None] = {}  # of each class, because there are many objects and few classes
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind not in base_of:
+            base_of[kind] = next((base for base in bases if issubclass(kind, base)), None)
+        base = base_of[kind]
+        if base is not None:
+            objects[base].append(thing)
+    return objects
 
 
 def _task_id() -> int:

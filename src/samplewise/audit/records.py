@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,9 @@ class Site(NamedTuple):
     instruction: int = 0
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        path = Path(self.file)
+        here = Path.cwd()
+        return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{self.line}"
 
 
 class Slot(NamedTuple):
@@ -37,6 +41,8 @@ class Call:
 
     samples: fingerprints (B,) of the samples, equal for equal content; None if the call has no tensor with rows
     ranks: number of ranks whose gradients are averaged
+    in_eval_mode: modules in eval mode
+    reads_input_gradients: an argument requires a gradient, as for adversarial examples
     """
 
     site: Site
@@ -45,6 +51,8 @@ class Call:
     samples: Tensor | None
     ranks: int
     labels: Any = None
+    in_eval_mode: tuple[str, ...] = ()
+    reads_input_gradients: bool = False
 
 
 @dataclass(slots=True)
@@ -58,6 +66,7 @@ class Output:
     criterion: nn.Module | None = None
     prediction: Tensor | None = None
     target: Tensor | None = None
+    is_log_prob: bool = False  # the gradient belongs to log probabilities inside of the loss `z`
 
 
 @dataclass(slots=True)
@@ -79,11 +88,34 @@ class RowWeights:
     size: float
     tolerance: float
     classes: dict[int, tuple[float, int]] | None = None
+    elements: int = 1  # of a sample; its loss may be their sum, and its weight that many times larger
+    calls: int = 1  # of the model in this pass
+    microbatch: int = 0  # number of the pass
     rank: int = 0
 
     @property
     def total(self) -> float:
         return sum(self.sums)
+
+    def joined(self, other: RowWeights) -> RowWeights:
+        """The rows of two calls together."""
+        return replace(
+            self,
+            samples=self.samples + other.samples if self.samples and other.samples else [],
+            sums=self.sums + other.sums,
+            counts=self.counts + other.counts,
+            low=min(self.low, other.low) if self.targets and other.targets else self.low or other.low,
+            high=max(self.high, other.high) if self.targets and other.targets else self.high or other.high,
+            size=self.size + other.size,
+            classes=None,
+            calls=self.calls + other.calls,
+        )
+
+    def scaled(self, factor: float) -> RowWeights:
+        """The same rows with all weights multiplied."""
+        classes = self.classes and {label: (weight * factor, n) for label, (weight, n) in self.classes.items()}
+        sums = [weight * factor for weight in self.sums]
+        return replace(self, sums=sums, low=self.low * factor, high=self.high * factor, classes=classes)
 
     @property
     def targets(self) -> int:
@@ -126,7 +158,8 @@ def row_weights(slot: Slot, kind: str, call: Call, targets: Targets) -> RowWeigh
     size = float(len(plain) if factors is None else factors.sum())
     sums = weights.sum(1).tolist()
     counts = enters.sum(1).tolist()
-    return RowWeights(slot, kind, samples, sums, counts, low, high, size, targets.tolerance, classes)
+    elements = targets.elements
+    return RowWeights(slot, kind, samples, sums, counts, low, high, size, targets.tolerance, classes, elements)
 
 
 def own_weights(slot: Slot, counts: Tensor, divisor: float) -> RowWeights:
@@ -162,14 +195,18 @@ class Pass:
     reached: parameters whose gradients it has changed; empty for a pass that only computes gradients of tensors
     updates: numbers of the updates that it was applied in
     inside: it ran inside of optimizer.step(closure)
-    erased: its gradient was set to zero or None, at least in part
+    shown: a pass of `observation.show_gradients`
+    erased: its gradient was set to zero or None, at least in part, before it was applied
+    skipped: erased after a loss scaler has skipped the update, because gradients were not finite
+    intended: its gradient was used otherwise, as for adversarial examples
+    has_other_losses: outputs beside or after those in `weights` got a gradient: the loss has terms that are not known
     outputs: what is read when the pass is over
     """
 
     number: int
-    scale: float
     rates: tuple[float, ...]
     inside: bool
+    shown: bool = False
     outputs: list[tuple[Output, Tensor]] = field(default_factory=list)
     weights: list[RowWeights] = field(default_factory=list)
     sites: set[Site] = field(default_factory=set)
@@ -177,7 +214,10 @@ class Pass:
     reached: set[int] = field(default_factory=set)
     updates: list[int] = field(default_factory=list)
     erased: bool = False
+    skipped: bool = False
     finite: bool = True
+    intended: bool = False
+    has_other_losses: bool = False
     comparison: float | None = None  # see `weights.compared_with_mean`
 
 
@@ -188,8 +228,12 @@ class OptimizerStep:
     passes: backward passes whose gradients were in `.grad`; those among `stale` had been applied before
     optimizer: its number, in the order of the first steps
     written: gradients were not written by a backward pass that was observed
+    is_unknown: gradients were changed by hand, so that weights in the passes are not those in the update
+    replaced: the loop has put other tensors in the place of gradients
+    factor: by which all gradients were multiplied after the last pass, as by clipping; None if they have no common one
     norm: of the gradient; None if it is not recorded
-    scaled_norms: with a loss scale, the norms of the gradient after the last pass and at the step, and the scale
+    scale: loss scale
+    scaled_norms: with a loss scale, the norms of the unscaled gradient after the last pass and at the step
     """
 
     number: int
@@ -199,8 +243,12 @@ class OptimizerStep:
     stale: Sequence[int]
     rates: tuple[float, ...]
     written: bool
+    is_unknown: bool = False
+    replaced: bool = False
+    factor: float | None = 1.0
+    scale: float = 1.0
     norm: float | None = None
-    scaled_norms: tuple[float, float, float] | None = None
+    scaled_norms: tuple[float, float] | None = None
 
 
 def fingerprints(value: Tensor, factors: dict[int, Tensor]) -> Tensor | None:
@@ -222,6 +270,13 @@ def fingerprints(value: Tensor, factors: dict[int, Tensor]) -> Tensor | None:
         limits = (-(1 << 62), 1 << 62)
         factors[size] = torch.randint(*limits, (size,), generator=generator).to(flat.device)
     return (flat * factors[size]).sum(1)
+
+
+def number_ids(ids: Any) -> Tensor:
+    """Ids (B,) as numbers; texts become checksums."""
+    if isinstance(ids, Tensor):
+        return ids.flatten()
+    return torch.tensor([crc32(str(i).encode()) if isinstance(i, (str, bytes)) else int(i) for i in ids])
 
 
 SAMPLED = 1 << 14  # values of a row that enter a fingerprint

@@ -9,15 +9,22 @@ from math import nan
 
 from samplewise.audit.records import OptimizerStep, Pass, RowWeights, Slot, close
 
+FACTOR_TOLERANCE = 1e-3  # relative error of a measured factor
+
 Per = str | float | None  # "token", "sample", a number; None: "token" or "sample"
 
 
 @dataclass
 class SlotTotal:
-    """Weights of one slot in one update. parts: of each backward pass, and with several ranks of each rank."""
+    """Weights of one slot in one update.
+
+    parts: of each backward pass, and with several ranks of each rank
+    divided: the loop has divided the gradients, and not the loss
+    """
 
     slot: Slot
     parts: list[RowWeights] = field(default_factory=list)
+    divided: bool = False
 
     @property
     def total(self) -> float:
@@ -45,6 +52,11 @@ class SlotTotal:
         return max(part.tolerance for part in self.parts)
 
     @property
+    def weighted_by_loop(self) -> bool:
+        """True if the weights have different signs, as with rewards: the loop has weighted the samples itself."""
+        return self.low < 0 < self.high
+
+    @property
     def row_sums(self) -> list[float]:
         """Weights of the samples that have targets."""
         return [w for part in self.parts for w, n in zip(part.sums, part.counts, strict=True) if n]
@@ -59,7 +71,13 @@ class SlotTotal:
         return self.targets == 0 or close(self.low, self.high, self.tolerance)
 
     def expected_total(self, per: Per) -> float:
-        return self.size / per if isinstance(per, (int, float)) else 1.0
+        """Sum that the weights should have."""
+        expected = self.size / per if isinstance(per, (int, float)) else 1.0
+        # The loss of a sample may be the sum over its elements, and that of a pass the sum over several calls.
+        for factor in (self.parts[0].elements, min(part.calls for part in self.parts)):
+            if close(self.total, expected * factor, self.tolerance):
+                return expected * factor
+        return expected
 
     def deviation(self, per: Per, total: float) -> float:
         """Largest relative deviation of a weight. total: sum that the weights should have."""
@@ -83,11 +101,21 @@ class UpdateTotal:
 
     @property
     def samples(self) -> int:
-        return sum(len(p.weights[0].sums) if p.weights else len(p.samples) for p in self.passes)
+        """Number of samples, on all ranks whose weights are known."""
+        if not self.slots:
+            return sum(len(p.samples) for p in self.passes)
+        return max(sum(len(part.sums) for part in slot.parts) for slot in self.slots.values())
 
     @property
     def known(self) -> list[SlotTotal]:
+        """Slots whose weights are known."""
+        if self.step.is_unknown:
+            return []
         return [slot for slot in self.slots.values() if slot.parts and not any(part.relative for part in slot.parts)]
+
+    @property
+    def has_other_losses(self) -> bool:
+        return any(p.has_other_losses for p in self.passes)
 
     @property
     def targets(self) -> int:
@@ -102,18 +130,32 @@ class UpdateTotal:
 def update_totals(
     steps: Sequence[OptimizerStep], passes: Sequence[Pass], of_ranks: Sequence[Sequence[RowWeights]] = ()
 ) -> list[UpdateTotal]:
-    """Totals of all updates. `of_ranks`: for each update, the weights on the other ranks."""
+    """Totals of all updates. `of_ranks`: for each update, the weights on the other ranks, without the loss scale."""
     totals = []
     for step in steps:
         fresh = [passes[n] for n in step.passes if n not in step.stale]
-        parts = [part for p in fresh for part in p.weights]
+        parts = [part.scaled(1 / step.scale) for p in fresh for part in _by_slot(p.weights)]
         parts += of_ranks[step.number] if of_ranks else []
         slots: dict[Slot, SlotTotal] = {}
         for part in parts:
             slots.setdefault(part.slot, SlotTotal(part.slot)).parts.append(part)
+        factor = step.factor
+        if factor is not None and factor != 1:
+            for slot in slots.values():  # a loop may divide gradients in place of losses; other factors are clipping
+                if abs(slot.total - 1) > slot.tolerance and abs(slot.total * factor - 1) <= FACTOR_TOLERANCE:
+                    slot.parts = [part.scaled(factor) for part in slot.parts]
+                    slot.divided = True
         totals.append(UpdateTotal(step, fresh, slots))
     _divide_by_class_weights(totals)
     return totals
+
+
+def _by_slot(weights: Iterable[RowWeights]) -> Iterable[RowWeights]:
+    """Weights of a pass, with those of several calls of a slot together."""
+    joined: dict[Slot, RowWeights] = {}
+    for rows in weights:
+        joined[rows.slot] = joined[rows.slot].joined(rows) if rows.slot in joined else rows
+    return joined.values()
 
 
 def _divide_by_class_weights(totals: Iterable[UpdateTotal]) -> None:

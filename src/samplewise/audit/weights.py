@@ -24,6 +24,14 @@ from samplewise.core.losses import CRITERIA, WITH_COUNTS
 FULL_TOLERANCE = 1e-4  # relative distance of equal weights that were computed in float32
 HALF_TOLERANCE = 2e-2  # gradients of outputs in half precision have 8 or 11 significant bits
 ENTRIES = 1 << 24  # of an output in one piece: bounds the memory of intermediate results
+SAMPLED = 64  # rows by which the kind of a loss is found out
+CLEAR = 1e-3  # |p - 1| of a label below which the digits of its entry are too few
+ROUNDING = 4e-7  # absolute error of p - 1 in float32
+SATURATED = 7.0  # logit of label 1 above which p - 1 has less than 4 digits
+
+
+class UnusableError(Exception):
+    """An argument of the audit does not fit the loop."""
 
 
 @dataclass
@@ -35,14 +43,16 @@ class Targets:
     base: factor of each class in `weights`, from the criterion; None: equal factors, or not known
     error: largest relative difference between the gradient and that of a loss of this kind
     relative: the weights are only shares of the gradient's norm, because the loss is not known
+    elements: number of elements of a sample whose losses may be added up instead of averaged
     """
 
     weights: Tensor
     classes: Tensor | None = None
     base: Tensor | None = None
-    error: Tensor | float = 0.0
+    error: float = 0.0
     tolerance: float = FULL_TOLERANCE
     relative: bool = False
+    elements: int = 1
 
 
 def tolerance_of(z: Tensor) -> float:
@@ -52,110 +62,206 @@ def tolerance_of(z: Tensor) -> float:
 # --- from outputs alone -----------------------------------------------------------------------------------------------
 
 
-def cross_entropy(z: Tensor, g: Tensor) -> Targets:
-    """Weights of a cross entropy over the classes in the last dimension, or in dimension 1 of (B, V, ...)."""
-    if z.dim() > 2 and _sums_to_zero(g, 1) and not _sums_to_zero(g, -1):
-        z = z.movedim(1, -1)
-        g = g.movedim(1, -1)
+@dataclass(frozen=True)
+class Kind:
+    """Kind of the loss that an output enters, found from the gradient of some rows."""
+
+    name: str
+    classes: int = -1  # dimension of the classes
+    smoothing: float = 0.0
+
+    def read(self, z: Tensor, g: Tensor) -> Targets:
+        """Weights of the targets of a loss of this kind."""
+        if self.name == BINARY:
+            return _binary_cross_entropy(z, g)
+        z = z.movedim(self.classes, -1)
+        g = g.movedim(self.classes, -1)
+        read = _log_likelihood if self.name == LIKELIHOOD else _cross_entropy
+        return read(z, g, self.smoothing)
+
+
+CROSS_ENTROPY = "cross entropy"
+LIKELIHOOD = "negative log-likelihood"
+BINARY = "binary cross entropy"
+
+
+def kind_of(z: Tensor, g: Tensor) -> Kind | None:
+    """Kind of the loss that an output enters; None if it is none that is known by its gradient."""
+    if not z.is_floating_point() or not bool((g.isfinite().all() & z.isfinite().all()) & g.any()):
+        return None
+    if z.dim() > 1 and z.flatten(1).shape[1] > 1:
+        dims = [-1] if z.dim() == 2 else [-1, 1]
+        fits = [kind for dim in dims if (kind := _kind_of_rows(z, g, dim)) is not None]
+        if fits:
+            return fits[0] if len(fits) == 1 else None
+    targets = _binary_cross_entropy(z, g)
+    return Kind(BINARY) if targets.error <= targets.tolerance else None
+
+
+def _kind_of_rows(z: Tensor, g: Tensor, dim: int) -> Kind | None:
+    """Kind of a loss over the classes in dimension `dim`."""
+    rows = g.movedim(dim, -1).flatten(0, -2)
+    logits = z.movedim(dim, -1).flatten(0, -2)
+    active = rows.any(1).nonzero()[:SAMPLED, 0]
+    if not len(active):
+        return None
+    rows = rows[active].double()
+    logits = logits[active].double()
+    tolerance = tolerance_of(z)
+    if bool(((rows != 0).sum(1) == 1).all()) and bool((logits.exp().sum(1) - 1).abs().max() <= tolerance):
+        return Kind(LIKELIHOOD, dim)
+    p = logits.softmax(1)
+    smoothing = 0.0
+    _, label, error = _best_labels(p, rows, smoothing)
+    if error.max() > tolerance:
+        estimate = _smoothing_of(p, rows)
+        if estimate is None:
+            return None
+        smoothing = estimate
+        _, label, error = _best_labels(p, rows, smoothing)
+        if error.max() > tolerance:
+            return None
+    if p.shape[1] == 2:
+        # One number for each row: any weight explains it. Equal weights of rows with different logits are evidence.
+        weights = _best_labels(p, rows, smoothing)[0]
+        if _spread_of_classes(weights, label, p[:, 0]) > tolerance:
+            return None
+    return Kind(CROSS_ENTROPY, dim, smoothing)
+
+
+def _smoothing_of(p: Tensor, g: Tensor) -> float | None:
+    """Label smoothing of a cross entropy with softmax p and gradient g, each (N, V); None if there is none.
+
+    With smoothing e, the entries of all classes but the label are w (p - e / V): a line in p.
+    """
+    classes = p.shape[1]
+    label = (g / g.abs().amax(1, keepdim=True)).argmin(1)
+    others = torch.ones_like(p, dtype=torch.bool).scatter_(1, label[:, None], False)
+    count = classes - 1
+    mean_p = (p * others).sum(1) / count
+    mean_g = (g * others).sum(1) / count
+    deviation = (p - mean_p[:, None]) * others
+    variance = deviation.square().sum(1)
+    clear = variance > 1e-10 * p.square().sum(1)
+    if classes < 3 or not bool(clear.any()):
+        return None
+    slope = (deviation * g).sum(1)[clear] / variance[clear]
+    floor = (slope * mean_p[clear] - mean_g[clear]) / slope
+    estimate = float((floor * variance[clear]).sum() / variance[clear].sum()) * classes
+    return estimate if 1e-4 < estimate < 1 else None
+
+
+def _cross_entropy(z: Tensor, g: Tensor, smoothing: float) -> Targets:
+    """Weights of a cross entropy over the classes in the last dimension."""
     classes = z.shape[-1]
     rows = max(ENTRIES // classes, 1)
     pieces = zip(z.reshape(-1, classes).split(rows), g.reshape(-1, classes).split(rows), strict=True)
-    weights, labels, errors = zip(*(_softmax_weights(*piece) for piece in pieces), strict=True)
+    weights, labels, errors = zip(*(_softmax_weights(*piece, smoothing) for piece in pieces), strict=True)
     shape = (len(z), -1)
-    error = torch.stack(errors).max()
+    error = float(torch.stack(errors).max())
     return Targets(torch.cat(weights).view(shape), torch.cat(labels).view(shape), None, error, tolerance_of(z))
 
 
-def _softmax_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax_weights(z: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (N,), labels (N,) and the largest error of logits (N, V)."""
     classes = z.shape[1]
     low, label = g.min(1)
     high, other = g.max(1)
-    negative = high > -low * 1.001  # the sign of the label's entry is opposite to that of the weight
-    label, other = torch.where(negative, other, label), torch.where(negative, label, other)
+    active = (low != 0) | (high != 0)
+    share = smoothing / classes
     third = (label + 1) % classes
     third = torch.where(third == other, (third + 1) % classes, third)
     chosen = torch.stack([label, other, third], 1)
     z_label, z_other, z_third = z.gather(1, chosen).double().unbind(1)
     g_label, g_other, g_third = g.gather(1, chosen).double().unbind(1)
-    active = (low != 0) | (high != 0)
-    if classes == 2:  # two entries of opposite sign, which no third one can test
-        weights = g_other * (z_label - z_other).exp() - g_label
-        return torch.where(active, weights, 0.0), label, weights.new_zeros(())
-    ratio = (z_third - z_other).exp()
-    scale = torch.where(active, g_other.abs(), 1.0)
-    errors = torch.where(active, (g_third - g_other * ratio).abs() / scale, 0.0)
-    weights = g_other * (z_label - z_other).exp() - g_label
-    error = errors.max()
-    if error > HALF_TOLERANCE:
-        smoothed = _smoothed_weights(z_label, z_other, ratio, g_label, g_other, g_third, active, classes)
-        if smoothed is not None:
-            weights, error = smoothed
-    return torch.where(active, weights, 0.0), label, error
+    # Two entries give the weight. With smoothing e and s = e / V, both have w s less than the softmax.
+    ratio = (z_label - z_other).exp()
+    kept = 1 - smoothing + share * (1 - ratio)
+    weights = (g_other * ratio - g_label) / kept
+    expected = (g_other + weights * share) * (z_third - z_other).exp() - weights * share
+    errors = (g_third - expected).abs() / g_other.abs().clamp(min=1e-300)
+    if classes == 2:
+        errors = torch.zeros_like(errors)
+    # Rows in which the label is not certain, or its entry is lost in rounding: all entries are needed.
+    clear = (low.double() < -1.02 * high.double()) & (-g_label > CLEAR * weights.abs()) & (kept.abs() > 0.1)
+    clear &= errors <= tolerance_of(z)
+    unclear = (active & ~clear).nonzero()[:, 0]
+    if len(unclear):
+        p = z[unclear].double().softmax(1)
+        weights[unclear], label[unclear], errors[unclear] = _best_labels(p, g[unclear].double(), smoothing)
+    errors = torch.where(active, errors, 0.0)
+    return torch.where(active, weights, 0.0), label, errors.max()
 
 
-def _smoothed_weights(
-    z_label: Tensor,
-    z_other: Tensor,
-    ratio: Tensor,
-    g_label: Tensor,
-    g_other: Tensor,
-    g_third: Tensor,
-    active: Tensor,
-    classes: int,
-) -> tuple[Tensor, Tensor] | None:
-    """Weights and largest error with label smoothing; None if the rows do not have one smoothing in common."""
-    clear = active & ((1 - ratio).abs() > 1e-3)  # equal logits say nothing
-    if not clear.any():
-        return None
-    peak = (g_other - g_third) / (1 - ratio)  # w p_other
-    floor = peak - g_other  # w e / V
-    unscaled = peak * (z_label - z_other).exp() - floor - g_label  # w (1 - e)
-    shares = (floor / unscaled)[clear]
-    share = shares.median()
-    if not ((shares - share).abs() <= 0.01 * share.abs()).float().mean() > 0.9 or share <= 0:
-        return None
-    smoothing = share * classes / (1 + share * classes)
-    error = ((unscaled * share - floor).abs() / g_other.abs())[clear].max()
-    # Rows with equal logits: the same from two entries, given the smoothing.
-    ratio_label = (z_label - z_other).exp()
-    two_entries = (g_other * ratio_label - g_label) / (1 - smoothing + (1 - ratio_label) * smoothing / classes)
-    weights = torch.where(clear, unscaled / (1 - smoothing), two_entries)
-    return weights, error
+def _best_labels(p: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (N,), labels (N,) and errors (N,) from all entries of the softmax p and the gradient g, each (N, V). Of
+    the labels that are possible, the one whose gradient is nearest; of equal ones, that with a positive weight.
+    """
+    share = smoothing / p.shape[1]
+    # A label with p near 1 has an entry that is lost in rounding.
+    candidates = [g.argmin(1), p.argmax(1), g.argmax(1)]
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for label in candidates:
+        q = p - share
+        at_label = torch.zeros_like(p, dtype=torch.bool).scatter_(1, label[:, None], True)
+        q = torch.where(at_label, q - (1 - smoothing), q)
+        # Entries of other classes are exact; that of the label has the rounding error of p - 1.
+        exact = torch.where(at_label & (q.abs() < CLEAR), 0.0, q)
+        weights = (g * exact).sum(1) / exact.square().sum(1).clamp(min=1e-300)
+        rounding = ROUNDING * weights.abs()[:, None] * at_label
+        scale = g.abs().amax(1)
+        errors = ((g - weights[:, None] * q).abs() - rounding).clamp(min=0).amax(1) / scale.clamp(min=1e-300)
+        if best is None:
+            best = weights, label, errors
+            continue
+        better = (errors < 0.1 * best[2] - 1e-12) | ((best[0] < 0) & (weights > 0) & (errors <= best[2] + 1e-6))
+        best = tuple(torch.where(better, new, old) for new, old in zip((weights, label, errors), best, strict=True))  # type: ignore[assignment]
+    assert best is not None
+    return best
 
 
-def negative_log_likelihood(z: Tensor, g: Tensor) -> Targets:
+def _log_likelihood(z: Tensor, g: Tensor, smoothing: float) -> Targets:
     """Weights of a loss that reads one log probability of each row."""
-    if z.dim() > 2 and bool(((g != 0).sum(1) <= 1).all()):
-        z = z.movedim(1, -1)
-        g = g.movedim(1, -1)
     entries = (g != 0).sum(-1)
-    normalized = z.detach().double().exp().sum(-1)
-    error = torch.maximum((entries - 1).clamp(min=0).max().double(), (normalized - 1).abs().max())
     shape = (len(z), -1)
-    return Targets((-g).sum(-1).double().view(shape), g.abs().argmax(-1).view(shape), None, error, tolerance_of(z))
+    error = float((entries - 1).clamp(min=0).max())
+    return Targets((-g).double().sum(-1).view(shape), g.abs().argmax(-1).view(shape), None, error, tolerance_of(z))
 
 
-def binary_cross_entropy(z: Tensor, g: Tensor) -> Targets:
+def _binary_cross_entropy(z: Tensor, g: Tensor) -> Targets:
     """Weights of a binary cross entropy of logits. A single number is explained by any weight: the error is the
-    spread of the weights of each class.
+    spread of the weights of a label over different logits, and infinite without such.
     """
     rows = len(z)
     z = z.reshape(rows, -1).double()
     g = g.reshape(rows, -1).double()
-    labels = (g < 0).long()
-    weights = torch.where(g < 0, -g * (1 + z.exp()), g * (1 + (-z).exp()))
-    return Targets(weights, labels, None, _spread_of_classes(weights, labels))
+    labels = ((g < 0) | ((g == 0) & (z > SATURATED))).long()
+    weights = torch.where(labels == 1, -g * (1 + z.exp()), g * (1 + (-z).exp()))
+    p = z.sigmoid()
+    # For label 1, the digits of p - 1 are lost if p is near 1: such targets get the weight of the others.
+    certain = (labels == 0) | (z < SATURATED)
+    error = _spread_of_classes(weights[certain], labels[certain], p[certain])
+    for label in (0, 1):
+        known = weights[certain & (labels == label) & (weights != 0)]
+        if len(known):
+            weights = torch.where(~certain & (labels == label), known.median(), weights)
+    if not bool((certain | (weights != 0)).all()):
+        error = torch.inf
+    return Targets(weights, labels, None, error, FULL_TOLERANCE, elements=weights.shape[1])
 
 
-def _spread_of_classes(weights: Tensor, labels: Tensor) -> Tensor:
-    """Largest relative spread of the weights of a class; infinite if no class has three of them."""
+def _spread_of_classes(weights: Tensor, labels: Tensor, p: Tensor) -> float:
+    """Largest relative spread of the weights of a label; infinite if no label has three of different probability."""
     spreads = []
     for label in (0, 1):
-        values = weights[(labels == label) & (weights != 0)]
+        chosen = (labels == label) & (weights != 0)
+        values = weights[chosen]
         if len(values) >= 3:
-            spreads.append(values.max() / values.min() - 1)
-    return torch.stack(spreads).max() if spreads else weights.new_full((), torch.inf)
+            spread = float(values.max() / values.min() - 1)
+            varied = float(p[chosen].max() - p[chosen].min()) > 1e-3
+            spreads.append(spread if varied or spread > FULL_TOLERANCE else torch.inf)
+    finite = [spread for spread in spreads if spread < torch.inf]
+    return max(finite) if finite else torch.inf
 
 
 def shares(z: Tensor, g: Tensor) -> Targets:
@@ -164,91 +270,70 @@ def shares(z: Tensor, g: Tensor) -> Targets:
     return Targets((norms / norms.sum().clamp(min=1e-300))[:, None], relative=True)
 
 
-def _sums_to_zero(g: Tensor, dim: int) -> bool:
-    piece = g[:64].double()
-    return bool(piece.sum(dim).abs().max() <= 1e-3 * piece.abs().max())
-
-
-KINDS: dict[str, Callable[[Tensor, Tensor], Targets]] = {
-    "cross entropy": cross_entropy,
-    "negative log-likelihood": negative_log_likelihood,
-    "binary cross entropy": binary_cross_entropy,
-}
-
-
-def kind_of(z: Tensor, g: Tensor) -> str | None:
-    """Kind of the loss that an output enters; None if it is none that is known by its gradient."""
-    if not z.is_floating_point() or not bool(g.isfinite().all()):
-        return None
-    scalar = z.dim() == 1 or z.flatten(1).shape[1] == 1
-    candidates = ["binary cross entropy"] if scalar else list(KINDS)
-    return next((kind for kind in candidates if _explains(kind, z, g)), None)
-
-
-def _explains(kind: str, z: Tensor, g: Tensor) -> bool:
-    if kind == "cross entropy" and not (_sums_to_zero(g, -1) or (z.dim() > 2 and _sums_to_zero(g, 1))):
-        return False
-    targets = KINDS[kind](z, g)
-    tolerance = targets.tolerance * (5 if z.dtype.itemsize < 4 else 1)  # single entries, not their mean
-    if kind == "cross entropy" and z.shape[-1] == 2:
-        assert targets.classes is not None
-        return float(_spread_of_classes(targets.weights, targets.classes)) <= tolerance
-    return float(targets.error) <= tolerance
-
-
 # --- from losses that are known ---------------------------------------------------------------------------------------
 
 
 def is_criterion(module: nn.Module) -> bool:
-    return isinstance(module, tuple(CRITERIA)) and hasattr(module, "reduction")
+    """True for a criterion of torch.nn. Subclasses with a forward of their own compute other losses."""
+    base: Any = next((cls for cls in type(module).__mro__ if cls in CRITERIA), None)
+    return base is not None and type(module).forward is base.forward
 
 
 def criterion_targets(criterion: Any, prediction: Tensor, target: Tensor, g: Tensor) -> Targets:
     """Weights from the gradient `g` of the loss with respect to the value of a criterion of torch.nn: exact, because
     the weight of each element in the criterion is known.
     """
-    counted, base = _element_factors(criterion, prediction, target)
-    labels = target if counted.shape == target.shape and not target.is_floating_point() else None
-    elements = counted * 1.0 if base is None else base
+    factors = _element_factors(criterion, prediction, target).double()
+    rows = len(factors) if factors.dim() else 1
+    elements = factors
     if criterion.reduction == "mean":
         elements = elements / elements.sum()
     elif criterion.reduction == "batchmean":
-        elements = elements / len(prediction)
-    weights = (elements * g.double()).reshape(len(elements), -1)
-    if not isinstance(criterion, WITH_COUNTS) and weights.shape[1] > 1:
-        weights = weights.sum(1, keepdim=True)  # the loss of a sample is the mean of its elements
-    return Targets(weights, None if labels is None else labels.reshape(len(labels), -1), _flat(base))
+        elements = elements / rows
+    weights = (elements * g.double()).reshape(rows, -1)
+    if not isinstance(criterion, WITH_COUNTS):
+        # A sample is one target. Its loss is the mean of its elements, or their sum.
+        return Targets(weights.sum(1, keepdim=True), elements=weights.shape[1])
+    labels = None if target.is_floating_point() else target.reshape(rows, -1)
+    has_base = getattr(criterion, "weight", None) is not None and labels is not None
+    return Targets(weights, labels, factors.reshape(rows, -1) if has_base else None)
 
 
-def _element_factors(criterion: Any, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Elements of the loss that count, and their factors; None for equal factors."""
-    if not isinstance(criterion, WITH_COUNTS) or target.is_floating_point():
-        if isinstance(criterion, (*WITH_COUNTS, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)):
-            return torch.ones(len(prediction), 1, dtype=torch.float64, device=prediction.device), None
-        return torch.ones(torch.broadcast_shapes(prediction.shape, target.shape), device=prediction.device), None
-    counted = target != criterion.ignore_index
-    if criterion.weight is None:
-        return counted, None
-    return counted, criterion.weight[torch.where(counted, target, 0)].double() * counted
-
-
-def _flat(base: Tensor | None) -> Tensor | None:
-    return None if base is None else base.reshape(len(base), -1)
+def _element_factors(criterion: Any, prediction: Tensor, target: Tensor) -> Tensor:
+    """Factors of the elements of a criterion before they are reduced: 0 if ignored, otherwise that of the class."""
+    if isinstance(criterion, WITH_COUNTS) and not target.is_floating_point():
+        counted = target != criterion.ignore_index
+        return (
+            counted * 1.0 if criterion.weight is None else criterion.weight[torch.where(counted, target, 0)] * counted
+        )
+    shape = torch.broadcast_shapes(prediction.shape, target.shape)
+    if isinstance(criterion, WITH_COUNTS):  # class probabilities
+        shape = shape[:1] + shape[2:] if len(shape) > 1 else shape[:0]
+    elif isinstance(criterion, (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)):
+        shape = prediction.shape[:-1]
+    return torch.ones(shape, device=prediction.device)
 
 
 def losses_targets(losses: Callable[[Tensor, Any], Tensor], z: Tensor, g: Tensor, labels: Any) -> Targets:
-    """Weights from a function (outputs, labels) -> losses, one or more per row: g = sum_i w_i d losses_i / d z."""
+    """Weights from a function (outputs, labels) -> losses: g = sum_i w_i d losses_i / d z. Losses (B,), or one for each
+    element of the first dimensions of the outputs, such as (B, T) for logits (B, T, V).
+    """
     with torch.enable_grad():
         outputs = z.detach().requires_grad_()
         elements = losses(outputs, labels)
-        per_row = elements.flatten(1).mean(1) if elements.dim() > 1 else elements
-        (d,) = torch.autograd.grad(per_row.sum(), outputs)
-    d = d.double().reshape(len(z), -1)
-    flat = g.double().reshape(len(z), -1)
-    squares = d.square().sum(1)
-    weights = torch.where(squares > 0, (flat * d).sum(1) / squares.clamp(min=1e-300), 0.0)
-    residual = (flat - weights[:, None] * d).norm(dim=1) / flat.norm(dim=1).clamp(min=1e-300)
-    return Targets(weights[:, None], None, None, residual.max(), tolerance_of(z))
+        if elements.dim() == 0:
+            raise UnusableError("losses= must return one loss per sample or target; found one number")
+        if elements.shape != z.shape[: elements.dim()]:
+            elements = elements.flatten(1).mean(1) if elements.dim() > 1 else elements
+        (d,) = torch.autograd.grad(elements.sum(), outputs)
+    shape = (*elements.shape, -1)
+    d = d.double().reshape(shape)
+    flat = g.double().reshape(shape)
+    squares = d.square().sum(-1)
+    weights = torch.where(squares > 0, (flat * d).sum(-1) / squares.clamp(min=1e-300), 0.0)
+    residual = (flat - weights.unsqueeze(-1) * d).norm(dim=-1) / flat.norm(dim=-1).clamp(min=1e-300)
+    residual = torch.where(flat.norm(dim=-1) > 0, residual, 0.0)
+    return Targets(weights.reshape(len(z), -1), None, None, float(residual.max()), tolerance_of(z))
 
 
 def compared_with_mean(z: Tensor, g: Tensor) -> float | None:

@@ -23,6 +23,7 @@ class UpdateObserver(Protocol):
 
 observers: list[UpdateObserver] = []
 _hidden = 0
+_shown = False
 
 
 def is_hidden() -> bool:
@@ -49,5 +50,14 @@ def hidden_during(context: AbstractContextManager[None]) -> Iterator[None]:
 
 def show_gradients(loss: Tensor, outputs: Sequence[Tensor]) -> None:
     """Let observers see the gradient of a loss with respect to outputs, in a pass that reaches no parameter."""
-    if observers:
+    global _shown
+    _shown = True
+    try:
         torch.autograd.grad(loss.sum(), outputs, retain_graph=True, allow_unused=True)
+    finally:
+        _shown = False
+
+
+def is_shown() -> bool:
+    """True during a pass of `show_gradients`."""
+    return _shown
