@@ -53,7 +53,7 @@ class Accumulation:
 
     def look(self) -> Change:
         """Compare the gradients with those at the last look, outside of a backward pass."""
-        before = dict(self._states)
+        before = self._states.copy()
         changed = self._new_states()
         reset: set[int] = set()
         if not changed:
@@ -92,8 +92,12 @@ class Accumulation:
         """Parameters whose gradient is another tensor, or another version of it, than at the last look."""
         states = self._states
         changed = set()
-        for key, p in self.parameters.items():
-            state = _state(p)
+        for key, p in self.parameters.items():  # twice in each pass: no calls of functions
+            gradient = p.grad
+            if gradient is None:
+                state = None
+            else:
+                state = id(gradient), getattr(gradient, "_local_tensor", gradient)._version
             if state != states[key]:
                 states[key] = state
                 changed.add(key)

@@ -16,7 +16,8 @@ from torch import nn
 
 from samplewise.audit.comparison import Comparison, compare
 from samplewise.audit.findings import CODES, Evidence, Finding, find
-from samplewise.audit.observer import Losses, Observer
+from samplewise.audit.observer import Observer
+from samplewise.audit.reader import Losses
 from samplewise.audit.records import RowWeights
 from samplewise.audit.totals import Per, UpdateTotal, update_totals
 from samplewise.audit.weights import is_criterion
@@ -103,6 +104,7 @@ class Audit(Tabular):
         self._of_ranks: list[list[RowWeights]] = []
         self._complete = False
         self._state = "new"
+        self._notes: list[str] = []
         self._results: tuple[list[UpdateTotal], list[Finding]] | None = None
 
     # --- the block ---------------------------------------------------------------------------------------------------
@@ -130,6 +132,9 @@ class Audit(Tabular):
         self._observer.stop()
         if complete and self._observer.averages_ranks:
             self._gather()
+        self._evaluated()
+        self._notes = self._find_notes()
+        self._observer.release()
 
     def _gather(self) -> None:
         """Exchange the weights of each update with the other ranks."""
@@ -190,6 +195,10 @@ class Audit(Tabular):
     @property
     def notes(self) -> list[str]:
         """What could not be seen."""
+        self._evaluated()
+        return self._notes
+
+    def _find_notes(self) -> list[str]:
         observer = self._observer
         totals = self._totals
         notes = []
@@ -214,8 +223,8 @@ class Audit(Tabular):
             notes.append("gradients were changed or added up by hand: the weights in such updates are not known")
         if observer.batch_norm and any(len(total.passes) > 1 for total in totals):
             notes.append(
-                f"{observer.batch_norm[0]} normalizes each microbatch by its own statistics, so that updates depend on "
-                "how batches are cut: freeze it (sw.freeze_batchnorm), or use GroupNorm"
+                f"the BatchNorm layer {observer.batch_norm[0]} normalizes each microbatch by its own statistics, so "
+                "that updates depend on how batches are cut: freeze it (sw.freeze_batchnorm), or use GroupNorm"
             )
         varied = [s for t in totals for s in t.known if not s.equal(None) and self.per is None]
         if varied and not any("weights" in f.code for f in self.findings):
@@ -230,12 +239,16 @@ class Audit(Tabular):
             return "the audit has failed"
         if self.findings:
             return f"{plural(len(self.findings), 'fault')}: {', '.join(dict.fromkeys(f.code for f in self.findings))}"
-        if isnan(self.deviation):
-            return "no fault found; weights cannot be seen"
+        unknown = sum(isnan(total) for total in self.sums)
+        if unknown:
+            which = "" if unknown == len(self.sums) else f" of {unknown} of {len(self.sums)} updates"
+            return f"no fault found; weights{which} cannot be seen"
         known = [slot for total in self._totals for slot in total.known]
         units = {"target": "token", "sample": "sample"}
         equal = next((noun for noun, unit in units.items() if all(slot.equal(unit) for slot in known)), None)
-        return "no fault found" if equal is None else f"no fault found: every {equal} has the same weight"
+        if equal is None or any(len(total.known) > 1 for total in self._totals):
+            return "no fault found"
+        return f"no fault found: every {equal} has the same weight"
 
     @property
     def updates(self) -> list[dict[str, Any]]:
@@ -280,7 +293,12 @@ class Audit(Tabular):
         columns = len(head) if any(row[-1] for row in rows) else len(head) - 1
         rows = [row[:columns] for row in rows]
         lines = [*notes, *map(str, self.findings), *(f"Note: {n}." for n in self.notes)]
-        return Table(head[:columns], rows, title, [fill(line, WIDTH, subsequent_indent="  ") for line in lines])
+        return Table(
+            head[:columns],
+            rows,
+            title,
+            [fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines],
+        )
 
     # --- files and comparison ----------------------------------------------------------------------------------------
 
@@ -352,6 +370,10 @@ def _nothing_seen(observer: Observer) -> str:
         return (
             "optimizers have stepped that have no parameter of the model: it was copied, replaced or moved after the "
             "optimizer was created, or another model is trained"
+        )
+    if observer.other_threads and not observer.passes:
+        return (
+            "the model was called in another thread than that of the audit: begin the audit in the thread that trains"
         )
     if not observer.calls and not observer.calls_without_graph:
         return "no call of the model was seen: pass the model that the loop trains, or None for all models"

@@ -146,7 +146,7 @@ def wrong_sum(evidence: Evidence) -> Iterator[Finding]:
         sums = [slot.total for _, slot, _ in judged]
         total, slot, goal = judged[0]
         sizes = [len(t.passes) for t, _ in series]
-        regular = max(set(sizes), key=sizes.count)
+        regular = max(set(sizes), key=lambda size: (sizes.count(size), size))
         number = len(total.passes)
         aim = "1" if not isinstance(evidence.per, (int, float)) else f"the number of targets / {evidence.per:g}"
         if len(off) < len(series) and all(len(t.passes) != regular for t, _, _ in judged):
@@ -399,6 +399,20 @@ def not_connected(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
+def same_gradient(evidence: Evidence) -> Iterator[Finding]:
+    repeated = evidence.observer.repeated
+    if repeated:
+        step, number = next(iter(repeated.items()))
+        yield Finding(
+            "same-gradient",
+            f"gradients of single samples must differ; found that {number} backward passes of update {step + 1} "
+            "differentiate the same loss of several samples. Compute one loss per sample (reduction='none'), and use "
+            "sw.gradients(losses, model).",
+            str(evidence.totals[step].step.site),
+            tuple(k + 1 for k in repeated),
+        )
+
+
 def non_finite(evidence: Evidence) -> Iterator[Finding]:
     off = [p for p in evidence.observer.passes if not p.finite and p.updates]
     if off:
@@ -544,6 +558,7 @@ def repeated_on_ranks(evidence: Evidence) -> Iterator[Finding]:
 
 RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     not_connected,
+    same_gradient,
     non_finite,
     broadcast,
     discarded,
@@ -563,9 +578,9 @@ RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
 )
 CODES = (
     "broadcast changed-between clipped-scaled discarded eval-mode first-window microbatch-weights mixed-epochs "
-    "non-finite not-connected parameters-without-optimizer repeated-step sample-weights samples-on-several- "
-    "ranks scheduler-never scheduler-per-microbatch short-window stale-gradients target-weights unapplied "
-    "unused-parameters weight-sum"
+    "non-finite not-connected parameters-without-optimizer repeated-step same-gradient sample-weights "
+    "samples-on-several-ranks scheduler-never scheduler-per-microbatch short-window stale-gradients "
+    "target-weights unapplied unused-parameters weight-sum"
 ).split()
 
 

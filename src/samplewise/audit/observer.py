@@ -24,48 +24,32 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from samplewise.audit import weights as reading
 from samplewise.audit.accumulation import Accumulation, local_part
+from samplewise.audit.reader import Losses, Reader
 from samplewise.audit.records import (
-    SHARES,
     Call,
     OptimizerStep,
     Output,
     Pass,
     Site,
     Slot,
-    fingerprints,
     number_ids,
     own_weights,
-    row_weights,
 )
+from samplewise.audit.weights import UnusableError, is_criterion
 from samplewise.core import observation
-from samplewise.core.batches import located_leaves
+from samplewise.core.batches import Path, located_leaves
 from samplewise.core.modes import mixing_batch_norms, modules_in_eval_mode
 
 SEARCHED = 64  # nodes of the graph of a loss
-# Outputs of models of transformers from which others are computed.
-INNER_OUTPUTS = {
-    "hidden_states",
-    "last_hidden_state",
-    "encoder_last_hidden_state",
-    "encoder_hidden_states",
-    "decoder_hidden_states",
-    "pooler_output",
-    "past_key_values",
-    "attentions",
-}
+QUIET_STEPS = 3  # after so many, gradients are not measured any more, until the loop changes them again
 PROBED = 3  # parameters whose gradients are compared before and after the loop has changed gradients
 SUMMED = 8  # parameters whose values are compared, as long as no optimizer of torch was seen
 FRAMES = 16  # of the stack, from a hook of an optimizer to a loss scaler
 SCALER_METHODS = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__}
 LEAVES = 8  # tensors of an output whose gradients are read
-DEFERRED_PASSES = 64  # small outputs are read together
-DEFERRED_BYTES = 1 << 20
 TORCH = torch.__path__[0]
 OWN = __file__.rpartition("audit")[0]
-
-Losses = Callable[[Tensor, Any], Tensor]
 
 
 class Observer:
@@ -85,7 +69,9 @@ class Observer:
         self.steps: list[OptimizerStep] = []
         self.optimizers: list[Optimizer] = []
         self.calls = 0
+        self.other_threads = False  # modules were called in another thread
         self.calls_without_graph = 0  # in training mode
+        self.repeated: dict[int, int] = {}  # step -> number of passes that differentiate the same loss of a batch
         self.eval_modules: dict[str, Site] = {}
         self.changed_between: list[int] = []  # passes after which gradients were changed by hand
         self.shapes: list[tuple[Site, str, tuple[int, ...], tuple[int, ...]]] = []  # of criteria that broadcast
@@ -105,16 +91,15 @@ class Observer:
         self._models: dict[int, int] = {}  # number of each model, in the order of the first calls
         self._thread = get_ident()
         self._depth = 0
+        self._last_child: tuple[nn.Module, Any] | None = None
+        self._ranks: dict[int, int] = {}  # number of ranks whose gradients are averaged, of each model
         self._task = -1
         self._pass: Pass | None = None
         self._unused: list[Pass] = []  # passes since the last step that have reached no parameter
         self._stepping: Optimizer | None = None
         self._before_step: set[int] = set()
         self._written = False
-        self._unread: list[Pass] = []
-        self._unread_bytes = 0
-        self._kinds: dict[Slot, reading.Kind] = {}
-        self._factors: dict[int, Tensor] = {}
+        self._reader = Reader(losses)
         self._has_searched = False
         self._wrappers: list[nn.Module] = []
         self._scalers: list[Any] | None = None  # searched after the first gradient that was erased
@@ -123,6 +108,7 @@ class Observer:
         self._scaled_norms: tuple[float, float] | None = None
         self._replaced = False
         self._early: set[int] = set()
+        self._quiet = 0  # steps since the loop has changed gradients between a pass and a step
         self._probed: list[int] = []
         self._probe: dict[int, Tensor] = {}
         self._factor: float | None = 1.0
@@ -167,12 +153,25 @@ class Observer:
             observation.observers.remove(self)
         self._pass = None
         self._guarded(self._note_other_update)
-        self._guarded(self._read)
+        self._guarded(self._reader.read)
         self._scalers = None
         optimizers = set(map(id, self.optimizers))
         self.schedulers = [s for s in self.schedulers if id(s.optimizer) in optimizers]
         if self.model is not None and self.model._compiled_call_impl is not None:
             self.compiled = type(self.model).__name__
+
+    def release(self) -> None:
+        """Release models, parameters, optimizers and schedulers. Findings must be known."""
+        self.model = None
+        self.accumulation = Accumulation()
+        self.optimizers = []
+        self.schedulers = []
+        self._wrappers = []
+        self._modules = None
+        self._last_child = None
+        self._reader = Reader(None)
+        self._unused = []
+        self._stepping = None
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function of the audit: its errors end the audit, not the training."""
@@ -180,9 +179,9 @@ class Observer:
             return
         try:
             function(*args)
-        except reading.UnusableError as error:
+        except UnusableError as error:
             self.failure = str(error)
-            self._unread = []
+            self._reader.discard()
         except Exception as error:
             trace = error.__traceback__
             while trace is not None and trace.tb_next is not None:
@@ -190,7 +189,7 @@ class Observer:
             where = "" if trace is None else f" in {trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}"
             message = str(error).partition("\n")[0]
             self.failure = f"{type(error).__name__}: {message}{where}"
-            self._unread = []
+            self._reader.discard()
 
     # --- forward calls -----------------------------------------------------------------------------------------------
 
@@ -201,30 +200,34 @@ class Observer:
     def _after_call(self, module: nn.Module, args: Any, results: Sequence[Any]) -> None:
         """results: keyword arguments and output; fewer if the call has failed."""
         if get_ident() != self._thread:
+            self.other_threads = True
             return
         self._depth = max(self._depth - 1, 0)
-        if self._depth or len(results) < 2 or _task_id() >= 0 or observation.is_hidden():
+        if self._depth:
+            if self._depth == 1 and len(results) == 2:
+                self._last_child = module, results[1]
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of torch.func
+        last = self._last_child
+        self._last_child = None
+        if len(results) < 2 or _task_id() >= 0 or observation.is_hidden():
             return
-        self._guarded(self._record_call, module, args, *results)
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+            return  # inside of torch.func, or of torch.jit.trace
+        self._guarded(self._record_call, module, args, *results, last)
 
-    def _record_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Register hooks on the outputs of a call at top level."""
+    def _record_call(
+        self, module: nn.Module, args: Any, kwargs: Any, output: Any, last: tuple[nn.Module, Any] | None
+    ) -> None:
+        """Register hooks on the outputs of a call at top level. last: the last module that it called, and its output"""
         if not torch.is_grad_enabled():
             self.calls_without_graph += module.training and self._is_audited(module)
             return
-        if reading.is_criterion(module):
+        if is_criterion(module):
             self._record_criterion(module, args, kwargs, output)
             return
         if not self._is_audited(module):
             return
-        attached = {
-            id(leaf): (path, leaf)
-            for path, leaf in reversed(located_leaves(output))  # one tensor may have two names: the first one
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point()
-        }
-        tensors = list(attached.values())[::-1]
+        tensors = _attached(output)
         if not tensors:
             self.calls_without_graph += module.training
             return
@@ -234,24 +237,37 @@ class Observer:
         if is_new and self.model is None and not is_sharded(module):  # FSDP has put other tensors in their place
             self.accumulation.watch_module(module)
         site = self._site(sys._getframe())
-        samples = self._samples(args, kwargs)
+        samples = self._ids_of(args, kwargs)
+        inputs = None if samples else self._inputs(args, kwargs)
         asleep = tuple(modules_in_eval_mode([module])) if is_new or not module.training else ()
         reads = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (*args, *kwargs.values()))
         labels = self._labels_of(args, kwargs)
-        call = Call(site, module, module.training, samples, self._ranks(module), labels, asleep, reads)
+        known = None if inputs is None else (inputs, inputs._version)
         if is_new:
-            self.batch_norm += mixing_batch_norms([module])
-        # A scalar, such as a loss that the model computes, is read only if there is nothing else.
-        chosen = [(path, z) for path, z in tensors if z.dim()] or tensors
-        for path, z in chosen[:LEAVES]:
-            slot = Slot(site, ".".join(map(str, path)), number)
-            z.register_hook(partial(self._on_gradient, Output(call, slot, z.detach(), z._version)))
-        for _, loss in tensors:
-            node = None if loss.dim() else _fused_log_probabilities(loss)
+            self.batch_norm += [f"{type(module).__name__}.{name}" for name in mixing_batch_norms([module])]
+            self._ranks[id(module)] = self._number_of_ranks(module)
+        call = Call(site, module, self._ranks[id(module)], samples, known, labels, asleep, reads)
+        has_loss = False
+        for path, z in tensors[:LEAVES]:
+            self._watch_output(Output(call, Slot(site, ".".join(map(str, path)), number), z.detach(), z._version), z)
+            node = None if z.dim() else _fused_log_probabilities(z)
             if node is not None:
                 slot = Slot(site, "log probabilities", number)
-                inner = Output(call, slot, loss.detach(), loss._version, is_log_prob=True)
+                inner = Output(call, slot, z.detach(), z._version, is_log_prob=True)
                 node.register_prehook(lambda grads, inner=inner: self._on_gradient(inner, grads[0]))
+            has_loss = has_loss or not z.dim()
+        if has_loss and last is not None:
+            # The loss of the model may be computed from other tensors than those that it returns, such as those before
+            # a conversion to float32: then they are those of its last module.
+            child, value = last
+            for path, z in _attached(value)[:LEAVES]:
+                slot = Slot(site, ".".join((type(child).__name__, *map(str, path))), number)
+                self._watch_output(Output(call, slot, z.detach(), z._version, is_inner=True), z)
+
+    def _watch_output(self, output: Output, z: Tensor) -> None:
+        hook = partial(self._on_gradient, output)
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save leaves it out
+        z.register_hook(hook)
 
     def _record_criterion(self, criterion: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Register a hook on the value of a criterion of torch.nn."""
@@ -266,12 +282,9 @@ class Observer:
         slot = Slot(site, type(criterion).__name__)
         if prediction.dim() != target.dim() and prediction.numel() == target.numel() > 1:
             self.shapes.append((site, slot.name, tuple(prediction.shape), tuple(target.shape)))
-        call = Call(site, criterion, True, None, 0)
-        hook = partial(
-            self._on_gradient,
-            Output(call, slot, output.detach(), output._version, criterion, prediction.detach(), target),
-        )
-        output.register_hook(hook)
+        call = Call(site, criterion, 0)
+        value = Output(call, slot, output.detach(), output._version, criterion, prediction.detach(), target)
+        self._watch_output(value, output)
 
     def _is_audited(self, module: nn.Module) -> bool:
         """True for the audited model, a module of it, a wrapper around it, or any model with trained parameters."""
@@ -283,10 +296,8 @@ class Observer:
             self._wrapped[id(module)] = any(inner is self.model for inner in module.modules())
         return self._wrapped[id(module)]
 
-    def _samples(self, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-        ids = self._ids(args, kwargs) if callable(self._ids) else kwargs.get(self._ids) if self._ids else None
-        if ids is not None:
-            return number_ids(ids)
+    def _inputs(self, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Tensor (B, ...) by which samples are known: the first argument with rows."""
         tensors = [kwargs.get("input_ids"), *args, *kwargs.values()]
         value = next((v for v in tensors if isinstance(v, Tensor) and v.dim()), None)
         if value is None:
@@ -297,7 +308,14 @@ class Observer:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == value.shape and not value.is_floating_point():
             value = (value + 1) * mask  # padding has no influence, whatever its token
-        return fingerprints(value, self._factors)
+        return value.detach()
+
+    def _ids_of(self, args: Any, kwargs: Mapping[str, Any]) -> list[int] | None:
+        """Ids that the user has named."""
+        if self._ids is None:
+            return None
+        ids = self._ids(args, kwargs) if callable(self._ids) else kwargs.get(self._ids)
+        return None if ids is None else number_ids(ids)
 
     def _labels_of(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if self._losses is None:
@@ -356,7 +374,7 @@ class Observer:
         self._pass = None
         current.reached = self.accumulation.add(current.number) | self._early
         self.accumulation.join(self._early, current.number)
-        self._probe = self._probe_norms(current.reached)
+        self._probe = {} if self._quiet >= QUIET_STEPS else self._probe_norms(current.reached)
         if not current.reached:
             # torch.autograd.grad, as for a penalty on gradients; or FSDP, which adds up gradients elsewhere until they
             # are to be reduced.
@@ -374,14 +392,11 @@ class Observer:
     def _append(self, current: Pass) -> None:
         current.number = len(self.passes)
         self.passes.append(current)
-        self._unread.append(current)
         for output, _ in current.outputs:
             for name in output.call.in_eval_mode:
                 self.eval_modules.setdefault(name, output.slot.site)
             current.intended |= output.call.reads_input_gradients
-        self._unread_bytes += sum(z.z.nbytes + g.nbytes for z, g in current.outputs)
-        if len(self._unread) >= DEFERRED_PASSES or self._unread_bytes > DEFERRED_BYTES:
-            self._read()
+        self._reader.add(current)
         self._values = self._parameter_values()
 
     def _look(self) -> set[int]:
@@ -432,7 +447,7 @@ class Observer:
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
-    def _ranks(self, module: nn.Module) -> int:
+    def _number_of_ranks(self, module: nn.Module) -> int:
         """Number of ranks whose gradients are averaged: those of a DDP or FSDP wrapper around the module."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return 1
@@ -458,6 +473,7 @@ class Observer:
         keys = _parameters(optimizer)
         self._written = any(not self.accumulation.passes[key] for key in change.changed & keys)
         self._before_step = self.accumulation.passes_of(keys)
+        self._quiet = 0 if change.changed else self._quiet + 1
         self._factor = self._factor_since_pass() if change.changed else 1.0
         self._replaced = change.replaced
         self._scaled_norms = None
@@ -520,6 +536,9 @@ class Observer:
             for unused in self._unused:
                 own = {id(output.call) for output, _ in unused.outputs}
                 if own <= calls:
+                    if not unused.shown and _is_repeated(unused, self._unused[0]):
+                        self.repeated.setdefault(len(self.steps), 1)
+                        self.repeated[len(self.steps)] += 1
                     continue
                 calls |= own
                 unused.reached = keys
@@ -530,7 +549,6 @@ class Observer:
         number = next(k for k, known in enumerate(self.optimizers) if known is optimizer)
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
         self._record_step(numbers, number, rates, keys, is_unknown)
-        self.accumulation.look()  # changes by the optimizer itself
         self._values = self._parameter_values()
 
     def _record_step(
@@ -618,92 +636,16 @@ class Observer:
         readable = [p for p in small if p.untyped_storage().nbytes() >= p.nbytes][:SUMMED]
         return [*(p._version for p in parameters), *(float(p.detach().sum()) for p in readable)]
 
-    # --- weights -----------------------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        """Read the weights of the passes since the last time."""
-        unread = self._unread
-        self._unread = []
-        self._unread_bytes = 0
-        for current in unread:
-            if any(output.criterion is not None for output, _ in current.outputs):
-                # A criterion of torch.nn is closer to the loss than outputs of models.
-                samples = [output.call for output, _ in current.outputs if output.criterion is None]
-                current.outputs = [(output, g) for output, g in current.outputs if output.criterion is not None]
-                for output, _ in current.outputs:
-                    self._take_samples(output.call, samples)
-        self._choose_kinds(unread)
-        for current in unread:
-            self._read_pass(current)
-
-    def _take_samples(self, criterion: Call, calls: list[Call]) -> None:
-        """Give a criterion the samples and ranks of the call whose output it got."""
-        criterion.ranks = max((call.ranks for call in calls), default=1)
-        known = [call.samples for call in calls if call.samples is not None]
-        criterion.samples = known[0] if known else None
-
-    def _choose_kinds(self, passes: Iterable[Pass]) -> None:
-        """Find out the kind of the loss of each new slot, from all passes together: one row alone may not tell."""
-        together: dict[Slot, list[tuple[Tensor, Tensor]]] = {}
-        for current in passes:
-            for output, g in current.outputs:
-                is_known = output.slot in self._kinds or output.criterion is not None or self._losses is not None
-                if not is_known and output.z.dim() and output.z._version == output.version:
-                    together.setdefault(output.slot, []).append((output.z, g))
-        for slot, pairs in together.items():
-            shape = pairs[0][0].shape[1:]
-            same = [(z, g) for z, g in pairs if z.shape[1:] == shape][:DEFERRED_PASSES]
-            kind = reading.kind_of(torch.cat([z for z, _ in same]), torch.cat([g for _, g in same]))
-            kind = kind or next((kind for z, g in pairs if (kind := reading.kind_of(z, g))), None)
-            if kind is not None:
-                self._kinds[slot] = kind
-
-    def _read_pass(self, current: Pass) -> None:
-        calls = [output.call for output, _ in current.outputs if output.call.samples is not None]
-        current.samples = calls[-1].samples.tolist() if calls else []  # type: ignore[union-attr]
-        for output, g in current.outputs:
-            current.finite = current.finite and bool(g.isfinite().all() & output.z.isfinite().all())
-        known = []
-        for output, g in current.outputs:
-            kind, targets = self._targets(output, g)
-            if targets is not None and current.finite:
-                known.append(row_weights(output.slot, kind, output.call, targets))
-        if not known and current.outputs and current.finite:  # the last output is the one closest to the loss
-            output, g = next((pair for pair in reversed(current.outputs) if pair[0].z.dim()), current.outputs[-1])
-            if output.z.dim():
-                current.comparison = reading.compared_with_mean(output.z, g)
-                known = [row_weights(output.slot, SHARES, output.call, reading.shares(output.z, g))]
-        current.has_other_losses = _has_other_losses(current, {weights.slot for weights in known})
-        for weights in known:
-            weights.microbatch = current.number
-        current.weights = known
-        current.outputs = []
-
-    def _targets(self, output: Output, g: Tensor) -> tuple[str, reading.Targets | None]:
-        """Kind of the loss and weights of an output; None if they cannot be read."""
-        if output.criterion is not None:
-            assert output.prediction is not None and output.target is not None
-            targets = reading.criterion_targets(output.criterion, output.prediction, output.target, g)
-            return type(output.criterion).__name__, targets
-        if output.is_log_prob:
-            rows = g.reshape(len(g) if g.dim() > 1 else 1, -1)
-            return "log probabilities", reading.Targets(-rows.double(), tolerance=reading.tolerance_of(g))
-        if not output.z.dim() or output.z._version != output.version:
-            return "", None
-        if self._losses is not None:
-            if output.call.labels is None:
-                raise reading.UnusableError(
-                    "losses= needs labels, and the model has no argument 'labels' and no second positional one. Pass "
-                    "labels=, the name of another argument or a function (args, kwargs) -> labels"
-                )
-            targets = reading.losses_targets(self._losses, output.z, g, output.call.labels)
-            return "losses=", targets if targets.error < 10 * targets.tolerance else None
-        kind = self._kinds.get(output.slot)
-        if kind is None:
-            return "", None
-        targets = kind.read(output.z, g)
-        # Too few numbers for a test have an infinite error.
-        return kind.name, None if targets.tolerance < targets.error < torch.inf else targets
+def _attached(output: Any) -> list[tuple[Path, Tensor]]:
+    """Tensors of an output that have a graph, with their paths. One tensor may have two names: the first one."""
+    if isinstance(output, Tensor):
+        return [((), output)] if output.requires_grad else []
+    tensors: dict[int, tuple[Path, Tensor]] = {}
+    for path, leaf in located_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
+            tensors.setdefault(id(leaf), (path, leaf))
+    return list(tensors.values())
 
 
 def _fused_log_probabilities(loss: Tensor) -> Any:
@@ -720,22 +662,17 @@ def _fused_log_probabilities(loss: Tensor) -> Any:
     return None
 
 
-def _has_other_losses(current: Pass, known: set[Slot]) -> bool:
-    """True if an output that is no input of those with known weights got a gradient. Autograd comes to outputs in the
-    reverse order of their computation: the inputs of an output come after it.
-    """
-    calls = {id(output.call) for output, _ in current.outputs if output.slot in known}
-    first = True
-    for output, _ in current.outputs:
-        if output.slot in known:
-            first = False
-        elif first or (id(output.call) in calls and output.slot.name.partition(".")[0] not in INNER_OUTPUTS):
-            return True
-    return False
-
-
 def is_sharded(module: nn.Module) -> bool:
     return bool({cls.__name__ for cls in type(module).__mro__} & {"FSDPModule", "FullyShardedDataParallel"})
+
+
+def _is_repeated(current: Pass, first: Pass) -> bool:
+    """True if two passes have the same gradients at outputs with several rows: that of a whole batch, twice."""
+    pairs = zip(current.outputs, first.outputs, strict=False)
+    return bool(current.outputs) and all(
+        a.z.dim() > 0 and g.shape == h.shape and bool((g.flatten(1).any(1)).sum() > 1) and torch.equal(g, h)
+        for (a, g), (_, h) in pairs
+    )
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

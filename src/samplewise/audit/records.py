@@ -11,8 +11,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from samplewise.audit.weights import Targets
-
 
 class Site(NamedTuple):
     """Line of the user's code that made a call. instruction: tells calls in one line apart."""
@@ -39,17 +37,18 @@ class Slot(NamedTuple):
 class Call:
     """Forward call that records a graph.
 
-    samples: fingerprints (B,) of the samples, equal for equal content; None if the call has no tensor with rows
     ranks: number of ranks whose gradients are averaged
+    samples: ids or fingerprints of the samples, equal for equal content; None if they are not known, or not yet
+    inputs: tensor (B, ...) for fingerprints, and its version
     in_eval_mode: modules in eval mode
     reads_input_gradients: an argument requires a gradient, as for adversarial examples
     """
 
     site: Site
     module: nn.Module
-    training: bool
-    samples: Tensor | None
     ranks: int
+    samples: list[int] | None = None
+    inputs: tuple[Tensor, int] | None = None
     labels: Any = None
     in_eval_mode: tuple[str, ...] = ()
     reads_input_gradients: bool = False
@@ -66,7 +65,13 @@ class Output:
     criterion: nn.Module | None = None
     prediction: Tensor | None = None
     target: Tensor | None = None
+    is_inner: bool = False  # of the last module of the model, in place of what the model returns
     is_log_prob: bool = False  # the gradient belongs to log probabilities inside of the loss `z`
+
+    @property
+    def intact(self) -> bool:
+        """True if the tensor has rows, and was not changed in place after the call."""
+        return self.z.dim() > 0 and self.z._version == self.version
 
 
 @dataclass(slots=True)
@@ -131,35 +136,10 @@ class RowWeights:
 
 
 SHARES = "shares"
-CLASSES = 64  # classes whose mean weights are compared
 
 
 def close(first: float, second: float, tolerance: float) -> bool:
     return abs(first - second) <= tolerance * max(abs(first), abs(second))
-
-
-def row_weights(slot: Slot, kind: str, call: Call, targets: Targets) -> RowWeights:
-    """Add up the weights of each row. A flattened output (B * T, V) has several rows for each sample."""
-    weights = targets.weights / call.ranks
-    samples = [] if call.samples is None else call.samples.tolist()
-    if samples and len(weights) != len(samples) and len(weights) % len(samples) == 0:
-        weights = weights.reshape(len(samples), -1)
-    elif len(weights) != len(samples):
-        samples = []
-    enters = weights != 0
-    flat = weights[enters]
-    factors = None if targets.base is None else targets.base.reshape(weights.shape)[enters]
-    plain = flat if factors is None else flat / factors
-    low, high = (float(plain.min()), float(plain.max())) if len(plain) else (0.0, 0.0)
-    classes = None
-    if factors is None and targets.classes is not None and len(plain):
-        labels = targets.classes.reshape(weights.shape)[enters]
-        classes = _class_weights(flat, labels, close(low, high, targets.tolerance), targets.tolerance)
-    size = float(len(plain) if factors is None else factors.sum())
-    sums = weights.sum(1).tolist()
-    counts = enters.sum(1).tolist()
-    elements = targets.elements
-    return RowWeights(slot, kind, samples, sums, counts, low, high, size, targets.tolerance, classes, elements)
 
 
 def own_weights(slot: Slot, counts: Tensor, divisor: float) -> RowWeights:
@@ -167,25 +147,6 @@ def own_weights(slot: Slot, counts: Tensor, divisor: float) -> RowWeights:
     sums = (counts.double() / divisor).tolist()
     weight = 1 / divisor
     return RowWeights(slot, "sw.Step", [], sums, [int(n > 0) for n in sums], weight, weight, float(counts.sum()), 1e-4)
-
-
-def _class_weights(
-    weights: Tensor, labels: Tensor, uniform: bool, tolerance: float
-) -> dict[int, tuple[float, int]] | None:
-    """Weight and number of targets of each class, if all targets of a class have the same weight, and some class has
-    several targets or is the only one; otherwise None.
-    """
-    if uniform:
-        only = int(labels[0])
-        return {only: (float(weights.mean()), len(weights))} if bool((labels == only).all()) else None
-    values: dict[int, tuple[float, int]] = {}
-    for label in labels.unique().tolist()[: CLASSES + 1]:
-        chosen = weights[labels == label]
-        if not close(float(chosen.min()), float(chosen.max()), tolerance):
-            return None
-        values[label] = (float(chosen.mean()), len(chosen))
-    repeated = any(count > 1 for _, count in values.values())
-    return values if repeated and len(values) <= CLASSES else None
 
 
 @dataclass(slots=True, eq=False)
@@ -251,13 +212,11 @@ class OptimizerStep:
     scaled_norms: tuple[float, float] | None = None
 
 
-def fingerprints(value: Tensor, factors: dict[int, Tensor]) -> Tensor | None:
+def fingerprints(value: Tensor, factors: dict[int, Tensor]) -> Tensor:
     """Numbers (B,) that are equal for rows of equal content, also with more zeros at the end. Integer arithmetic: they
     do not depend on the number of rows.
     """
-    if value.dim() == 0 or value.layout is not torch.strided or value.numel() == 0:
-        return None
-    flat = value.detach().reshape(len(value), -1)
+    flat = value.reshape(len(value), -1)
     if flat.shape[1] > SAMPLED:
         flat = flat[:, :: flat.shape[1] // SAMPLED]
     if flat.is_complex():
@@ -272,11 +231,12 @@ def fingerprints(value: Tensor, factors: dict[int, Tensor]) -> Tensor | None:
     return (flat * factors[size]).sum(1)
 
 
-def number_ids(ids: Any) -> Tensor:
+def number_ids(ids: Any) -> list[int]:
     """Ids (B,) as numbers; texts become checksums."""
     if isinstance(ids, Tensor):
-        return ids.flatten()
-    return torch.tensor([crc32(str(i).encode()) if isinstance(i, (str, bytes)) else int(i) for i in ids])
+        numbers: list[int] = ids.flatten().tolist()
+        return numbers
+    return [crc32(str(i).encode()) if isinstance(i, (str, bytes)) else int(i) for i in ids]
 
 
 SAMPLED = 1 << 14  # values of a row that enter a fingerprint

@@ -74,6 +74,7 @@ def compare_variations(
         first = None
         for number, variation in enumerate(variations):
             path = Path(directory) / f"{number}.json"
+            print(f"--- {' '.join(variation)}", flush=True)
             run = [sys.executable, "-m", "samplewise.cli.main", "audit", "--to", str(path), *command, *variation]
             status = subprocess.run(run, check=False).returncode
             if not path.exists():

@@ -279,39 +279,45 @@ def is_criterion(module: nn.Module) -> bool:
     return base is not None and type(module).forward is base.forward
 
 
-def criterion_targets(criterion: Any, prediction: Tensor, target: Tensor, g: Tensor) -> Targets:
-    """Weights from the gradient `g` of the loss with respect to the value of a criterion of torch.nn: exact, because
+def criterion_targets(criterion: Any, prediction: torch.Size, target: Tensor, g: Tensor) -> Targets:
+    """Weights from the gradients `g` of the loss with respect to the value of a criterion of torch.nn: exact, because
     the weight of each element in the criterion is known.
+
+    prediction: shape of the predictions of one call
+    target, g: (P, ...), of P calls
     """
-    factors = _element_factors(criterion, prediction, target).double()
-    rows = len(factors) if factors.dim() else 1
-    elements = factors
+    factors = _element_factors(criterion, prediction, target).double()  # (P, B, ...)
+    flat = factors.reshape(len(target), -1)
     if criterion.reduction == "mean":
-        elements = elements / elements.sum()
+        flat = flat / flat.sum(1, keepdim=True)
     elif criterion.reduction == "batchmean":
-        elements = elements / rows
-    weights = (elements * g.double()).reshape(rows, -1)
+        flat = flat / prediction[0]
+    rows = prediction[0] if prediction and factors.dim() > 1 else 1
+    weights = (flat * g.double().reshape(len(target), -1)).reshape(len(target) * rows, -1)
     if not isinstance(criterion, WITH_COUNTS):
         # A sample is one target. Its loss is the mean of its elements, or their sum.
         return Targets(weights.sum(1, keepdim=True), elements=weights.shape[1])
-    labels = None if target.is_floating_point() else target.reshape(rows, -1)
+    labels = None if target.is_floating_point() else target.reshape(weights.shape)
     has_base = getattr(criterion, "weight", None) is not None and labels is not None
-    return Targets(weights, labels, factors.reshape(rows, -1) if has_base else None)
+    return Targets(weights, labels, factors.reshape(weights.shape) if has_base else None)
 
 
-def _element_factors(criterion: Any, prediction: Tensor, target: Tensor) -> Tensor:
-    """Factors of the elements of a criterion before they are reduced: 0 if ignored, otherwise that of the class."""
+def _element_factors(criterion: Any, prediction: torch.Size, target: Tensor) -> Tensor:
+    """Factors (P, ...) of the elements of a criterion before they are reduced: 0 if ignored, otherwise that of the
+    class. target: (P, ...)
+    """
     if isinstance(criterion, WITH_COUNTS) and not target.is_floating_point():
         counted = target != criterion.ignore_index
-        return (
-            counted * 1.0 if criterion.weight is None else criterion.weight[torch.where(counted, target, 0)] * counted
-        )
-    shape = torch.broadcast_shapes(prediction.shape, target.shape)
+        if criterion.weight is None:
+            return counted * 1.0
+        factors: Tensor = criterion.weight[torch.where(counted, target, 0)] * counted
+        return factors
+    shape = torch.broadcast_shapes(prediction, target.shape[1:])
     if isinstance(criterion, WITH_COUNTS):  # class probabilities
         shape = shape[:1] + shape[2:] if len(shape) > 1 else shape[:0]
     elif isinstance(criterion, (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)):
-        shape = prediction.shape[:-1]
-    return torch.ones(shape, device=prediction.device)
+        shape = prediction[:-1]
+    return torch.ones(len(target), *shape, device=target.device)
 
 
 def losses_targets(losses: Callable[[Tensor, Any], Tensor], z: Tensor, g: Tensor, labels: Any) -> Targets:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samplewise.core import observation
 from samplewise.core.batches import cut
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.reachable import Reachable
@@ -159,7 +160,7 @@ class ProgramCache:
 
     def get(self, cursor: BatchCursor, size: int) -> Program | None:
         """Return the verified program for the next `size` samples, compiling it if needed; None: run uncompiled."""
-        if not 0 < size <= cursor.left:
+        if not 0 < size <= cursor.left or observation.observers:  # an audit has hooks, and sees uncompiled updates
             return None
         self.evaluator.predictions = predictions = self.builder.predictions
         shape = ""

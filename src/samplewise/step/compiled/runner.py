@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplewise.core import observation
 from samplewise.core.batches import length
 from samplewise.core.text import plural
 from samplewise.engine.backward import accumulate_grad
@@ -385,13 +384,4 @@ class CompiledRunner:
         counters.updates += updates
         counters.microbatches += updates
         counters.samples += samples
-        if observation.observers:
-            self._report(program.stats(results), updates)
         return update
-
-    def _report(self, stats: SampleStats, updates: int) -> None:
-        """Notify observers of the weights of the samples of each update."""
-        for counts in stats.denominators.chunk(updates):
-            divisor = self.config.constant_divisor or counts.sum()
-            for observer in observation.observers:
-                observer.on_step(self.applier.optimizer, [counts], divisor, ranks=False)
