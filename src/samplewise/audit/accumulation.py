@@ -68,20 +68,17 @@ class Accumulation:
         replaced = any(old is not None and new is not None and old[0] != new[0] for old, new in old_and_new)
         return Change(reset, remaining, replaced)
 
-    def add(self, number: int) -> set[int]:
-        """Record what backward pass `number` has added since the last look; returns the parameters it reached."""
-        reached = {key for key in self._new_states() if self.parameters[key].grad is not None}
+    def reached(self) -> set[int]:
+        """Parameters whose gradients the backward pass that is over has changed since the last look."""
+        return {key for key in self._new_states() if self.parameters[key].grad is not None}
+
+    def add(self, keys: Iterable[int], number: int) -> None:
+        """Record that the gradients of these parameters contain backward pass `number`."""
         # Most parameters have the same passes: one tuple is shared.
         longer: dict[Passes, Passes] = {}
-        for key in reached:
+        for key in keys:
             before = self.passes[key]
             self.passes[key] = longer.setdefault(before, (*before, number))
-        return reached
-
-    def join(self, keys: Iterable[int], number: int) -> None:
-        """Record that the gradients of these parameters also contain backward pass `number`."""
-        for key in keys:
-            self.passes[key] = (*self.passes[key], number)
 
     def passes_of(self, keys: Iterable[int]) -> set[int]:
         """Passes in the gradients of these parameters."""

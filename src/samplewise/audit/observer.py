@@ -250,7 +250,7 @@ class Observer:
         has_loss = False
         for path, z in tensors[:LEAVES]:
             self._watch_output(Output(call, Slot(site, ".".join(map(str, path)), number), z.detach(), z._version), z)
-            node = None if z.dim() else _fused_log_probabilities(z)
+            node = None if z.dim() or self._losses is not None else _fused_log_probabilities(z)
             if node is not None:
                 slot = Slot(site, "log probabilities", number)
                 inner = Output(call, slot, z.detach(), z._version, is_log_prob=True)
@@ -372,8 +372,7 @@ class Observer:
         if current is None:
             return
         self._pass = None
-        current.reached = self.accumulation.add(current.number) | self._early
-        self.accumulation.join(self._early, current.number)
+        current.reached = self.accumulation.reached() | self._early
         self._probe = {} if self._quiet >= QUIET_STEPS else self._probe_norms(current.reached)
         if not current.reached:
             # torch.autograd.grad, as for a penalty on gradients; or FSDP, which adds up gradients elsewhere until they
@@ -386,8 +385,9 @@ class Observer:
             if any(is_sharded(output.call.module) for output, _ in earlier.outputs):
                 earlier.reached = current.reached
                 self._append(earlier)
-                self.accumulation.join(current.reached, earlier.number)
+                self.accumulation.add(current.reached, earlier.number)
         self._append(current)
+        self.accumulation.add(current.reached, current.number)
 
     def _append(self, current: Pass) -> None:
         current.number = len(self.passes)
@@ -625,7 +625,7 @@ class Observer:
         self._values = self._parameter_values()
 
     def _parameter_values(self) -> list[float]:
-        """Versions of all parameters, and sums of small ones: changes through .data have no version. Empty if the
+        """Versions of all parameters, and sums of squares of small ones: changes through .data have no version. Empty if the
         optimizer is known.
         """
         if self.optimizers:
@@ -634,7 +634,7 @@ class Observer:
         small = sorted(map(local_part, parameters), key=lambda p: p.numel())
         # FSDP frees the storage of parameters that it has gathered.
         readable = [p for p in small if p.untyped_storage().nbytes() >= p.nbytes][:SUMMED]
-        return [*(p._version for p in parameters), *(float(p.detach().sum()) for p in readable)]
+        return [*(p._version for p in parameters), *(float(p.detach().square().sum()) for p in readable)]
 
 
 def _attached(output: Any) -> list[tuple[Path, Tensor]]:

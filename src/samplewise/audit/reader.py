@@ -192,8 +192,13 @@ class Reader:
             result = reading.criterion_targets(output.criterion, predictions[0].shape, torch.stack(targets), g)
             return type(output.criterion).__name__, result
         if output.is_log_prob:
-            rows = g.reshape(len(g) if g.dim() > 1 else 1, -1)
-            return "log probabilities", reading.Targets(-rows.double(), tolerance=reading.tolerance_of(g))
+            if bool((g > 0).any() & (g < 0).any()):  # preferences or rewards, and no likelihood
+                return "", None
+            rows = len(g) if g.dim() > 1 else 1
+            samples = len(output.call.samples or ())
+            rows = samples if samples and g.numel() % samples == 0 else rows
+            weights = -g.double().reshape(rows, -1)
+            return "log probabilities", reading.Targets(weights, tolerance=reading.tolerance_of(g))
         if not all(entry.output.intact for entry in group):
             return "", None
         if self._losses is not None:

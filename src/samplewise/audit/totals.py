@@ -81,6 +81,8 @@ class SlotTotal:
 
     def deviation(self, per: Per, total: float) -> float:
         """Largest relative deviation of a weight. total: sum that the weights should have."""
+        if not total:
+            return nan
         if per is None:
             return min(self.deviation("token", total), self.deviation("sample", total))
         if per == "sample":
@@ -102,9 +104,14 @@ class UpdateTotal:
     @property
     def samples(self) -> int:
         """Number of samples, on all ranks whose weights are known."""
+        known = sum(len(p.samples) for p in self.passes)
         if not self.slots:
-            return sum(len(p.samples) for p in self.passes)
-        return max(sum(len(part.sums) for part in slot.parts) for slot in self.slots.values())
+            return known
+        return known if known and not self.has_ranks else max(sum(len(part.sums) for part in slot.parts) for slot in self.slots.values())
+
+    @property
+    def has_ranks(self) -> bool:
+        return any(part.rank for slot in self.slots.values() for part in slot.parts)
 
     @property
     def known(self) -> list[SlotTotal]:
