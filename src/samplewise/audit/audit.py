@@ -139,11 +139,10 @@ class Audit(Tabular):
     def _gather(self) -> None:
         """Exchange the weights of each update with the other ranks."""
         rank = dist.get_rank()
-        own: list[list[RowWeights]] = []
-        for total in update_totals(self._observer.steps, self._observer.passes):
-            own.append([part for slot in total.slots.values() for part in slot.parts])
-            for part in own[-1]:
-                part.rank = rank
+        for weights in (weights for p in self._observer.passes for weights in p.weights):
+            weights.rank = rank
+        totals = update_totals(self._observer.steps, self._observer.passes)
+        own = [[part for slot in total.slots.values() for part in slot.parts] for total in totals]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
         others = [rows for r, rows in enumerate(gathered) if r != rank]
@@ -359,7 +358,8 @@ def read_audit(path: str | PathLike[str]) -> dict[str, Any]:
         return content
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} must be a file written by audit.save('….json'), of this version; it is none."
+            f"an audit must be read from a file that audit.save('….json') has written; found {path}, which is none of "
+            f"format {FORMAT}."
         ) from error
 
 

@@ -540,11 +540,10 @@ def broadcast(evidence: Evidence) -> Iterator[Finding]:
 def repeated_on_ranks(evidence: Evidence) -> Iterator[Finding]:
     off = []
     for total in evidence.totals:
-        by_rank = [
-            set(part.samples) for slot in total.known for part in slot.parts if part.samples and part.rank is not None
-        ]
-        ranks = {part.rank for slot in total.known for part in slot.parts}
-        if len(ranks) > 1 and sum(map(len, by_rank)) > len(set().union(*by_rank)):
+        by_rank: dict[int, set[int]] = defaultdict(set)
+        for part in (part for slot in total.known for part in slot.parts):
+            by_rank[part.rank].update(part.samples)
+        if sum(map(len, by_rank.values())) > len(set().union(*by_rank.values())):
             off.append(total)
     if off:
         yield Finding(

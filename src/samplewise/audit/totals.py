@@ -107,7 +107,11 @@ class UpdateTotal:
         known = sum(len(p.samples) for p in self.passes)
         if not self.slots:
             return known
-        return known if known and not self.has_ranks else max(sum(len(part.sums) for part in slot.parts) for slot in self.slots.values())
+        return (
+            known
+            if known and not self.has_ranks
+            else max(sum(len(part.sums) for part in slot.parts) for slot in self.slots.values())
+        )
 
     @property
     def has_ranks(self) -> bool:

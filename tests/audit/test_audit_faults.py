@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from audited_loops import FAULTS, RIGHT, Task
 
 import samplewise as sw
-from tests.audit.loops import FAULTS, RIGHT, Task
 
 
 @pytest.mark.parametrize("name", FAULTS)
