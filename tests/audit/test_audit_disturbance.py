@@ -125,15 +125,25 @@ def test_a_loop_that_goes_on_after_a_failed_batch(where):
     assert audit.sums == pytest.approx([1.0] * 4)
 
 
-@pytest.mark.parametrize("method", ["_record_call", "_begin_pass", "_end_pass", "_begin_step", "_end_step", "_look"])
-def test_errors_of_the_audit_do_not_reach_the_loop(method, monkeypatch):
+@pytest.mark.parametrize(
+    ("recorder", "method"),
+    [
+        (Calls, "record"),
+        (Updates, "_begin_pass"),
+        (Updates, "_end_pass"),
+        (Updates, "begin_step"),
+        (Updates, "end_step"),
+        (Updates, "_look"),
+    ],
+)
+def test_errors_of_the_audit_do_not_reach_the_loop(recorder, method, monkeypatch):
     def fail(*args):
         raise RuntimeError("of the audit\nwith a second line")
 
     plain = Task()
     train(plain)
     task = Task()
-    monkeypatch.setattr(Observer, method, fail)
+    monkeypatch.setattr(recorder, method, fail)
     with sw.audit(task.model) as audit:
         train(task)
     assert all(map(torch.equal, plain.model.parameters(), task.model.parameters()))

@@ -1,10 +1,15 @@
 """`sw.audit`: the weight of every sample and target in the updates of a training loop, and faults of the loop.
 
-observer      hooks on modules, outputs and optimizers; calls, backward passes and updates
+observer      hooks on modules and optimizers
+calls         calls of models, and hooks on their outputs
+updates       backward passes, and the updates that their gradients are applied in
 accumulation  backward passes that are in `.grad`
+reader        reads the weights of passes, small ones together
 weights       weights of targets, from outputs and the gradient of the loss with respect to them
-records       what is recorded: microbatches, updates, rows
+records       what is recorded: calls, passes, rows, steps
+totals        weights of an update
 findings      faults, each with a sentence
 audit         the context manager and its results
 comparison    two audits: an interrupted and an uninterrupted run, or two ways of cutting batches
+script        audit of a training script
 """

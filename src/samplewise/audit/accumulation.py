@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 CHECKED = 4  # gradients whose values are compared with zero, if they changed outside of a backward pass
 
@@ -48,9 +48,6 @@ class Accumulation:
                 self.passes[id(p)] = ()
                 self._states[id(p)] = None if as_cleared else _state(p)
 
-    def watch_module(self, module: nn.Module) -> None:
-        self.watch(module.named_parameters())
-
     def look(self) -> Change:
         """Compare the gradients with those at the last look, outside of a backward pass."""
         before = self._states.copy()
@@ -79,6 +76,10 @@ class Accumulation:
         for key in keys:
             before = self.passes[key]
             self.passes[key] = longer.setdefault(before, (*before, number))
+
+    def filled(self) -> set[int]:
+        """Parameters whose gradients contain passes."""
+        return {key for key, passes in self.passes.items() if passes}
 
     def passes_of(self, keys: Iterable[int]) -> set[int]:
         """Passes in the gradients of these parameters."""

@@ -130,7 +130,7 @@ class Audit(Tabular):
         self._state = "over"
         self._complete = complete
         self._observer.stop()
-        if complete and self._observer.averages_ranks:
+        if complete and self._observer.calls.averages_ranks:
             self._gather()
         self._evaluated()
         self._notes = self._find_notes()
@@ -139,9 +139,9 @@ class Audit(Tabular):
     def _gather(self) -> None:
         """Exchange the weights of each update with the other ranks."""
         rank = dist.get_rank()
-        for weights in (weights for p in self._observer.passes for weights in p.weights):
+        for weights in (weights for p in self._observer.updates.passes for weights in p.weights):
             weights.rank = rank
-        totals = update_totals(self._observer.steps, self._observer.passes)
+        totals = update_totals(self._observer.updates.steps, self._observer.updates.passes)
         own = [[part for slot in total.slots.values() for part in slot.parts] for total in totals]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
@@ -159,7 +159,7 @@ class Audit(Tabular):
             )
         if self._results is None:
             observer = self._observer
-            totals = update_totals(observer.steps, observer.passes, self._of_ranks)
+            totals = update_totals(observer.updates.steps, observer.updates.passes, self._of_ranks)
             findings = find(Evidence(observer, totals, self.per, self._complete))
             self._results = totals, [finding for finding in findings if finding.code not in self._allow]
         return self._results
@@ -211,19 +211,19 @@ class Audit(Tabular):
                 "model, as with model.compile() (use torch.compile(model)) and with functions that are compiled or of "
                 "torch.func"
             )
-        elif any(p.weights and all(w.relative for w in p.weights) for p in observer.passes):
+        elif any(p.weights and all(w.relative for w in p.weights) for p in observer.updates.passes):
             notes.append(
                 "weights cannot be seen: the loss is no cross entropy of an output. Pass losses=, a function (outputs, "
                 "labels) -> losses; shares of the gradient at the outputs are in audit.updates"
             )
-        elif any(not p.weights and p.finite for p in observer.passes):
+        elif any(not p.weights and p.finite for p in observer.updates.passes):
             notes.append("weights cannot be seen: no output with rows is between the parameters and the loss")
         if any(total.step.is_unknown for total in totals):
             notes.append("gradients were changed or added up by hand: the weights in such updates are not known")
-        if observer.batch_norm and any(len(total.passes) > 1 for total in totals):
+        if observer.calls.batch_norm and any(len(total.passes) > 1 for total in totals):
             notes.append(
-                f"the BatchNorm layer {observer.batch_norm[0]} normalizes each microbatch by its own statistics, so "
-                "that updates depend on how batches are cut: freeze it (sw.freeze_batchnorm), or use GroupNorm"
+                f"the BatchNorm layer {observer.calls.batch_norm[0]} normalizes each microbatch by its own statistics, "
+                "so that updates depend on how batches are cut: freeze it (sw.freeze_batchnorm), or use GroupNorm"
             )
         varied = [s for t in totals for s in t.known if not s.equal(None) and self.per is None]
         if varied and not any("weights" in f.code for f in self.findings):
@@ -366,18 +366,18 @@ def read_audit(path: str | PathLike[str]) -> dict[str, Any]:
 def _nothing_seen(observer: Observer) -> str:
     if observer.compiled:
         return f"{observer.compiled} was compiled by model.compile(), which hides its calls: use torch.compile(model)"
-    if observer.other_optimizers:
+    if observer.updates.other_optimizers:
         return (
             "optimizers have stepped that have no parameter of the model: it was copied, replaced or moved after the "
             "optimizer was created, or another model is trained"
         )
-    if observer.other_threads and not observer.passes:
+    if observer.calls.in_other_threads and not observer.updates.passes:
         return (
             "the model was called in another thread than that of the audit: begin the audit in the thread that trains"
         )
-    if not observer.calls and not observer.calls_without_graph:
+    if not observer.calls.number and not observer.calls.without_graph:
         return "no call of the model was seen: pass the model that the loop trains, or None for all models"
-    if not observer.passes:
+    if not observer.updates.passes:
         return "no backward pass through an output of the model was seen"
     return "no optimizer step was seen: optimizers must be those of torch.optim, or change parameters in place"
 

@@ -61,8 +61,8 @@ class Evidence:
     def lost(self) -> list[Pass]:
         """Passes that no update contains, although an optimizer has parameters that they have reached."""
         observer = self.observer
-        keys = {id(p) for o in observer.optimizers for group in o.param_groups for p in group["params"]}
-        return [p for p in observer.passes if not p.updates and not p.inside and (p.reached & keys or not keys)]
+        keys = {id(p) for o in observer.updates.optimizers for group in o.param_groups for p in group["params"]}
+        return [p for p in observer.updates.passes if not p.updates and not p.inside and (p.reached & keys or not keys)]
 
     def expected_total(self, series: Sequence[tuple[UpdateTotal, SlotTotal]], slot: SlotTotal) -> float:
         """Sum that the weights should have: 1 for one loss. With several losses, each may have a factor of its own,
@@ -252,9 +252,9 @@ def unapplied(evidence: Evidence) -> Iterator[Finding]:
 
 
 def discarded(evidence: Evidence) -> Iterator[Finding]:
-    if not evidence.observer.optimizers:
+    if not evidence.observer.updates.optimizers:
         return
-    used = [set(p.samples) for p in evidence.observer.passes if p.updates and p.samples]
+    used = [set(p.samples) for p in evidence.observer.updates.passes if p.updates and p.samples]
     erased = [
         p
         for p in evidence.lost()
@@ -275,7 +275,7 @@ def stale(evidence: Evidence) -> Iterator[Finding]:
     off = [t for t in evidence.totals if t.step.stale and t.passes]
     if off:
         old = off[0].step.stale[0]
-        before = evidence.observer.passes[old].updates[0] + 1
+        before = evidence.observer.updates.passes[old].updates[0] + 1
         yield Finding(
             "stale-gradients",
             f"an update must contain each gradient once; found in update {_number(off[0])} the gradient of microbatch "
@@ -301,9 +301,9 @@ def repeated_step(evidence: Evidence) -> Iterator[Finding]:
 
 def mixed_epochs(evidence: Evidence) -> Iterator[Finding]:
     """An update of the end of an epoch and the beginning of the next one."""
-    boundaries = epoch_starts(evidence.observer.passes)
+    boundaries = epoch_starts(evidence.observer.updates.passes)
     off = [t for t in evidence.totals if any(p.number in boundaries for p in t.passes[1:])]
-    if off and evidence.observer.passes:
+    if off and evidence.observer.updates.passes:
         yield Finding(
             "mixed-epochs",
             f"an update should have samples of one epoch; found that update {_number(off[0])} adds the last "
@@ -340,14 +340,14 @@ def epoch_starts(passes: Sequence[Pass]) -> set[int]:
 
 
 def changed_between(evidence: Evidence) -> Iterator[Finding]:
-    numbers = sorted(set(evidence.observer.changed_between))
+    numbers = sorted(set(evidence.observer.updates.changed_between))
     if numbers:
         yield Finding(
             "changed-between",
             "gradients of a window may be clipped, unscaled or changed only once, before its optimizer.step(); found "
             f"that they were changed after microbatch {numbers[0] + 1}, before further ones were added "
             f"({plural(len(numbers), 'time')}). Clip when the window is complete.",
-            _site([evidence.observer.passes[numbers[0]]]),
+            _site([evidence.observer.updates.passes[numbers[0]]]),
         )
 
 
@@ -381,11 +381,11 @@ def _is_round(value: float) -> bool:
 def not_connected(evidence: Evidence) -> Iterator[Finding]:
     observer = evidence.observer
     empty = [t for t in evidence.totals if not t.step.passes and not t.step.written]
-    if not empty or any(p.erased for p in observer.passes):
+    if not empty or any(p.erased for p in observer.updates.passes):
         return
-    if observer.calls_without_graph and not observer.calls:
+    if observer.calls.without_graph and not observer.calls.number:
         seen = "the outputs of the model have no graph: look for torch.no_grad(), inference_mode() or frozen parameters"
-    elif observer.calls_without_graph:
+    elif observer.calls.without_graph:
         seen = "some outputs of the model have no graph: look for torch.no_grad() around the loss"
     else:
         seen = "look for detach(), .data, .item(), a copied model, or a loss that is computed from other values"
@@ -400,7 +400,7 @@ def not_connected(evidence: Evidence) -> Iterator[Finding]:
 
 
 def same_gradient(evidence: Evidence) -> Iterator[Finding]:
-    repeated = evidence.observer.repeated
+    repeated = evidence.observer.updates.repeated
     if repeated:
         step, number = next(iter(repeated.items()))
         yield Finding(
@@ -414,7 +414,7 @@ def same_gradient(evidence: Evidence) -> Iterator[Finding]:
 
 
 def non_finite(evidence: Evidence) -> Iterator[Finding]:
-    off = [p for p in evidence.observer.passes if not p.finite and p.updates]
+    off = [p for p in evidence.observer.updates.passes if not p.finite and p.updates]
     if off:
         update = off[0].updates[0] + 1
         yield Finding(
@@ -429,11 +429,11 @@ def non_finite(evidence: Evidence) -> Iterator[Finding]:
 
 def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
     observer = evidence.observer
-    if not observer.optimizers or not observer.passes or any(t.step.written for t in evidence.totals):
+    if not observer.updates.optimizers or not observer.updates.passes or any(t.step.written for t in evidence.totals):
         return
-    reached = set().union(*(p.reached for p in observer.passes))
-    names = observer.accumulation.names
-    owned = {id(p): p for o in observer.optimizers for group in o.param_groups for p in group["params"]}
+    reached = set().union(*(p.reached for p in observer.updates.passes))
+    names = observer.updates.accumulation.names
+    owned = {id(p): p for o in observer.updates.optimizers for group in o.param_groups for p in group["params"]}
     missed = [
         names.get(key, f"shape {tuple(p.shape)}") for key, p in owned.items() if p.requires_grad and key not in reached
     ]
@@ -456,8 +456,8 @@ def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
 
 
 def eval_mode(evidence: Evidence) -> Iterator[Finding]:
-    modules = evidence.observer.eval_modules
-    if modules and evidence.observer.passes:
+    modules = evidence.observer.updates.eval_modules
+    if modules and evidence.observer.updates.passes:
         verb = "was" if len(modules) == 1 else "were"
         yield Finding(
             "eval-mode",
@@ -469,7 +469,7 @@ def eval_mode(evidence: Evidence) -> Iterator[Finding]:
 
 
 def schedule(evidence: Evidence) -> Iterator[Finding]:
-    passes = evidence.observer.passes
+    passes = evidence.observer.updates.passes
     off = []
     for total in evidence.totals:
         rates = {p.rates for p in total.passes if p.rates and not p.inside}
@@ -486,7 +486,7 @@ def schedule(evidence: Evidence) -> Iterator[Finding]:
             _numbers(off),
         )
     steps = len(evidence.totals)
-    unstepped = [s for s in evidence.observer.schedulers if getattr(s, "last_epoch", 1) == 0]
+    unstepped = [s for s in evidence.observer.updates.schedulers if getattr(s, "last_epoch", 1) == 0]
     # A schedule by epochs has no step yet in the first one.
     due = [s for s in unstepped if epoch_starts(passes) or _length(s) <= steps]
     if due and evidence.complete and steps > 1:
@@ -510,14 +510,14 @@ def broadcast(evidence: Evidence) -> Iterator[Finding]:
         "Every prediction is compared with every target. Use squeeze(1) on the prediction or unsqueeze(1) on the "
         "target."
     )
-    for site, name, prediction, target in observer.shapes[:1]:
+    for site, name, prediction, target in observer.calls.shapes[:1]:
         yield Finding(
             "broadcast",
             f"{name} must get predictions and targets of one shape; found {prediction} and {target}. {advice}",
             str(site),
         )
     values: dict[Slot, list[float | None]] = defaultdict(list)
-    for p in observer.passes:
+    for p in observer.updates.passes:
         for weights in p.weights:
             if weights.relative:
                 values[weights.slot].append(p.comparison)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,9 @@ class Site(NamedTuple):
         path = Path(self.file)
         here = Path.cwd()
         return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{self.line}"
+
+
+UNKNOWN_SITE = Site("?", 0)
 
 
 class Slot(NamedTuple):
@@ -142,11 +145,13 @@ def close(first: float, second: float, tolerance: float) -> bool:
     return abs(first - second) <= tolerance * max(abs(first), abs(second))
 
 
-def own_weights(slot: Slot, counts: Tensor, divisor: float) -> RowWeights:
+def own_weights(slot: Slot, counts: Tensor, divisor: float, microbatch: int) -> RowWeights:
     """Weights of samples in an update of `sw.Step`, by their terms of the denominator."""
     sums = (counts.double() / divisor).tolist()
     weight = 1 / divisor
-    return RowWeights(slot, "sw.Step", [], sums, [int(n > 0) for n in sums], weight, weight, float(counts.sum()), 1e-4)
+    targets = [int(n > 0) for n in sums]
+    size = float(counts.sum())
+    return RowWeights(slot, "sw.Step", [], sums, targets, weight, weight, size, 1e-4, microbatch=microbatch)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,17 +204,31 @@ class OptimizerStep:
 
     number: int
     optimizer: int
-    site: Site
-    passes: Sequence[int]
-    stale: Sequence[int]
-    rates: tuple[float, ...]
-    written: bool
+    site: Site = UNKNOWN_SITE
+    passes: list[int] = field(default_factory=list)
+    stale: list[int] = field(default_factory=list)
+    rates: tuple[float, ...] = ()
+    written: bool = False
     is_unknown: bool = False
     replaced: bool = False
     factor: float | None = 1.0
     scale: float = 1.0
     norm: float | None = None
     scaled_norms: tuple[float, float] | None = None
+
+
+def living_objects(*bases: type) -> dict[type, list[Any]]:
+    """Objects of these classes in the process."""
+    objects: dict[type, list[Any]] = {base: [] for base in bases}
+    base_of: dict[type, type | None] = {}  # of each class, because there are many objects and few classes
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind not in base_of:
+            base_of[kind] = next((base for base in bases if issubclass(kind, base)), None)
+        base = base_of[kind]
+        if base is not None:
+            objects[base].append(thing)
+    return objects
 
 
 def fingerprints(value: Tensor, factors: dict[int, Tensor]) -> Tensor:
