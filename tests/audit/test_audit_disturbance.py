@@ -19,7 +19,8 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 import samplewise as sw
-from samplewise.audit.audit import Observer
+from samplewise.audit.calls import Calls
+from samplewise.audit.updates import Updates
 
 
 def train(task, batches=4):

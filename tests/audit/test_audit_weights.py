@@ -67,7 +67,7 @@ def factors(kind, rows):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("classes", [3, 5000])
 @pytest.mark.parametrize("kind", ["equal", "positive", "signed"])
-@pytest.mark.parametrize("scale", [1e-3, 3])
+@pytest.mark.parametrize("scale", [1e-2, 3])
 def test_cross_entropy_has_the_weights_of_its_terms(scale, kind, classes, dtype):
     torch.manual_seed(0)
     y = torch.randint(0, classes, (B,))

@@ -170,8 +170,9 @@ class Audit(Tabular):
 
     @property
     def ok(self) -> bool:
-        """True if updates were seen and nothing was found. False also if the audit itself has failed."""
-        return not self.findings and bool(self._totals) and self._observer.failure is None
+        """True if updates of observed backward passes were seen, and nothing was found."""
+        has_passes = any(total.passes for total in self._totals)
+        return not self.findings and has_passes and self._observer.failure is None
 
     @property
     def _totals(self) -> list[UpdateTotal]:

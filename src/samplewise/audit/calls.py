@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.audit.reader import Losses
 from samplewise.audit.records import UNKNOWN_SITE, Call, Output, Site, Slot, living_objects, number_ids
-from samplewise.audit.weights import is_criterion
+from samplewise.audit.weights import UnusableError, is_criterion
 from samplewise.core import observation
 from samplewise.core.batches import Path, located_leaves
+from samplewise.core.memory import is_plain
 from samplewise.core.modes import mixing_batch_norms, modules_in_eval_mode
 
 LEAVES = 8  # tensors of an output whose gradients are read
@@ -180,11 +181,10 @@ class Calls:
 
     def _inputs(self, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """Tensor (B, ...) by which samples are known: the first argument with rows."""
-        tensors = [kwargs.get("input_ids"), *args, *kwargs.values()]
-        value = next((v for v in tensors if isinstance(v, Tensor) and v.dim()), None)
+        value = next(filter(_has_rows, [kwargs.get("input_ids"), *args, *kwargs.values()]), None)
         if value is None:
             leaves = (leaf for arg in (*args, *kwargs.values()) for _, leaf in located_leaves(arg))
-            value = next((v for v in leaves if isinstance(v, Tensor) and v.dim()), None)
+            value = next(filter(_has_rows, leaves), None)
         if value is None:
             return None
         mask = kwargs.get("attention_mask")
@@ -196,8 +196,12 @@ class Calls:
         """Ids that the user has named."""
         if self._ids is None:
             return None
-        ids = self._ids(args, kwargs) if callable(self._ids) else kwargs.get(self._ids)
-        return None if ids is None else number_ids(ids)
+        if not callable(self._ids) and self._ids not in kwargs:
+            raise UnusableError(
+                f"ids= must name an argument of the model; found {self._ids!r}, and the arguments "
+                f"{', '.join(kwargs) or 'have no names'}"
+            )
+        return number_ids(self._ids(args, kwargs) if callable(self._ids) else kwargs[self._ids])
 
     def _labels_of(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if self._losses is None:
@@ -227,12 +231,21 @@ def calling_site(frame: FrameType | None) -> Site:
 def _attached(output: Any) -> list[tuple[Path, Tensor]]:
     """Tensors of an output that have a graph, with their paths. One tensor may have two names: the first one."""
     if isinstance(output, Tensor):
-        return [((), output)] if output.requires_grad else []
+        return [((), output)] if _is_readable(output) else []
     tensors: dict[int, tuple[Path, Tensor]] = {}
     for path, leaf in located_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
+        if isinstance(leaf, Tensor) and _is_readable(leaf):
             tensors.setdefault(id(leaf), (path, leaf))
     return list(tensors.values())
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0 and is_plain(value)
+
+
+def _is_readable(z: Tensor) -> bool:
+    """True for an ordinary tensor of real numbers that has a graph."""
+    return z.requires_grad and z.is_floating_point() and is_plain(z) and z.numel() > 0
 
 
 def _fused_log_probabilities(loss: Tensor) -> Any:

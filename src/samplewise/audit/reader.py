@@ -163,7 +163,7 @@ class Reader:
             return  # a loss that the model computes
         z, g = _together(group)
         values = z if output.criterion is not None else g
-        sums = g.double().sum() if len(group) == 1 else g.reshape(len(group), -1).double().sum(1)
+        sums = g.reshape(len(group), -1).sum(1, dtype=torch.float64)
         finite = sums.reshape(-1).isfinite() & values.reshape(len(group), -1)[:, :1].isfinite().all(1)
         for entry, is_finite in zip(group, finite.tolist(), strict=True):
             entry.current.finite = entry.current.finite and is_finite
@@ -316,6 +316,8 @@ def _has_other_losses(current: Pass, known: set[Slot]) -> bool:
     calls = {id(output.call) for output, _ in current.outputs if output.slot in known}
     first = True
     for output, _ in current.outputs:
+        if not output.z.dim():
+            continue  # the loss of the model
         if output.slot in known:
             first = False
         elif first or (id(output.call) in calls and output.slot.name.partition(".")[0] not in INNER_OUTPUTS):

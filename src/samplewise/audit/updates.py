@@ -336,10 +336,9 @@ class Updates:
 
 def _is_repeated(current: Pass, first: Pass) -> bool:
     """True if two passes have the same gradients at outputs with several rows: that of a whole batch, twice."""
-    pairs = zip(current.outputs, first.outputs, strict=False)
-    return bool(current.outputs) and all(
-        a.z.dim() > 0 and g.shape == h.shape and bool((g.flatten(1).any(1)).sum() > 1) and torch.equal(g, h)
-        for (a, g), (_, h) in pairs
+    with_rows = [(g, h) for (a, g), (_, h) in zip(current.outputs, first.outputs, strict=False) if a.z.dim()]
+    return bool(with_rows) and all(
+        g.shape == h.shape and bool(g.flatten(1).any(1).sum() > 1) and torch.equal(g, h) for g, h in with_rows
     )
 
 

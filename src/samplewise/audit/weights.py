@@ -27,6 +27,9 @@ ENTRIES = 1 << 24  # of an output in one piece: bounds the memory of intermediat
 SAMPLED = 64  # rows by which the kind of a loss is found out
 CLEAR = 1e-3  # |p - 1| of a label below which the digits of its entry are too few
 ROUNDING = 4e-7  # absolute error of p - 1 in float32
+UNLIKELY = 1e3  # ratio of a weight to the median: another label is the right one
+SPREAD = 5e-3  # relative standard deviation of probabilities, below which label smoothing is not visible
+UNDERFLOW = -80.0  # logit of label 0 below which the gradient is 0
 SATURATED = 7.0  # logit of label 1 above which p - 1 has less than 4 digits
 
 
@@ -111,19 +114,21 @@ def _kind_of_rows(z: Tensor, g: Tensor, dim: int) -> Kind | None:
     if bool(((rows != 0).sum(1) == 1).all()) and bool((logits.exp().sum(1) - 1).abs().max() <= tolerance):
         return Kind(LIKELIHOOD, dim)
     p = logits.softmax(1)
+    if p.shape[1] > 2 and float((p.std(1) / p.mean(1)).median()) < SPREAD:
+        return None  # equal logits, as of a head that begins with zeros: with smoothing, gradients are the same
     smoothing = 0.0
-    _, label, error = _best_labels(p, rows, smoothing)
+    _, label, error = _best_labels(p, rows, smoothing, tolerance)
     if error.max() > tolerance:
         estimate = _smoothing_of(p, rows)
         if estimate is None:
             return None
         smoothing = estimate
-        _, label, error = _best_labels(p, rows, smoothing)
+        _, label, error = _best_labels(p, rows, smoothing, tolerance)
         if error.max() > tolerance:
             return None
     if p.shape[1] == 2:
         # One number for each row: any weight explains it. Equal weights of rows with different logits are evidence.
-        weights = _best_labels(p, rows, smoothing)[0]
+        weights = _best_labels(p, rows, smoothing, tolerance)[0]
         if _spread_of_classes(weights, label, p[:, 0]) > tolerance:
             return None
     return Kind(CROSS_ENTROPY, dim, smoothing)
@@ -188,34 +193,47 @@ def _softmax_weights(z: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Te
     unclear = (active & ~clear).nonzero()[:, 0]
     if len(unclear):
         p = z[unclear].double().softmax(1)
-        weights[unclear], label[unclear], errors[unclear] = _best_labels(p, g[unclear].double(), smoothing)
+        weights[unclear], label[unclear], errors[unclear] = _best_labels(
+            p, g[unclear].double(), smoothing, tolerance_of(z)
+        )
+        # Two entries of opposite sign and equal size fit a positive and a negative weight. Positive ones are assumed,
+        # unless other rows have negative ones.
+        either = active & ((low + high).abs() <= 2 * tolerance_of(z) * high.abs())
+        if bool(either.any()):
+            has_negative = bool((weights[active & ~either] < 0).any())
+            ratios = weights.abs() / weights[active].abs().median()
+            unlikely = (ratios > UNLIKELY) | (ratios < 1 / UNLIKELY)
+            errors = torch.where(either & (unlikely | has_negative), 1.0, errors)
     errors = torch.where(active, errors, 0.0)
     return torch.where(active, weights, 0.0), label, errors.max()
 
 
-def _best_labels(p: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (N,), labels (N,) and errors (N,) from all entries of the softmax p and the gradient g, each (N, V). Of
-    the labels that are possible, the one whose gradient is nearest; of equal ones, that with a positive weight.
-    """
+def _best_labels(p: Tensor, g: Tensor, smoothing: float, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (N,), labels (N,) and errors (N,) from all entries of the softmax p and the gradient g, each (N, V)."""
     share = smoothing / p.shape[1]
-    # A label with p near 1 has an entry that is lost in rounding.
-    candidates = [g.argmin(1), p.argmax(1), g.argmax(1)]
     best: tuple[Tensor, Tensor, Tensor] | None = None
-    for label in candidates:
-        q = p - share
+    # The first label that explains the gradient: that of a positive weight; one with p near 1, whose entry is lost in
+    # rounding; that of a negative weight.
+    for label in (g.argmin(1), p.argmax(1), g.argmax(1)):
         at_label = torch.zeros_like(p, dtype=torch.bool).scatter_(1, label[:, None], True)
-        q = torch.where(at_label, q - (1 - smoothing), q)
+        q = torch.where(at_label, p - share - (1 - smoothing), p - share)
         # Entries of other classes are exact; that of the label has the rounding error of p - 1.
         exact = torch.where(at_label & (q.abs() < CLEAR), 0.0, q)
         weights = (g * exact).sum(1) / exact.square().sum(1).clamp(min=1e-300)
         rounding = ROUNDING * weights.abs()[:, None] * at_label
-        scale = g.abs().amax(1)
-        errors = ((g - weights[:, None] * q).abs() - rounding).clamp(min=0).amax(1) / scale.clamp(min=1e-300)
+        residual = ((g - weights[:, None] * q).abs() - rounding).clamp(min=0)
+        # Relative to the largest entry, and for the other classes to their sum: smoothing changes these alone.
+        others = residual.masked_fill(at_label, 0).sum(1) / g.masked_fill(at_label, 0).abs().sum(1).clamp(min=1e-300)
+        errors = torch.maximum(residual.amax(1) / g.abs().amax(1).clamp(min=1e-300), others)
         if best is None:
             best = weights, label, errors
-            continue
-        better = (errors < 0.1 * best[2] - 1e-12) | ((best[0] < 0) & (weights > 0) & (errors <= best[2] + 1e-6))
-        best = tuple(torch.where(better, new, old) for new, old in zip((weights, label, errors), best, strict=True))  # type: ignore[assignment]
+        else:
+            better = (best[2] > tolerance) & (errors < best[2])
+            best = (
+                torch.where(better, weights, best[0]),
+                torch.where(better, label, best[1]),
+                torch.where(better, errors, best[2]),
+            )
     assert best is not None
     return best
 
@@ -239,7 +257,7 @@ def _binary_cross_entropy(z: Tensor, g: Tensor) -> Targets:
     weights = torch.where(labels == 1, -g * (1 + z.exp()), g * (1 + (-z).exp()))
     p = z.sigmoid()
     # For label 1, the digits of p - 1 are lost if p is near 1: such targets get the weight of the others.
-    certain = (labels == 0) | (z < SATURATED)
+    certain = torch.where(labels == 0, z > UNDERFLOW, z < SATURATED)
     error = _spread_of_classes(weights[certain], labels[certain], p[certain])
     for label in (0, 1):
         known = weights[certain & (labels == label) & (weights != 0)]
