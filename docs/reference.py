@@ -18,6 +18,9 @@ from typing import Any, get_overloads
 import samplewise
 from samplewise import attribution, diagnostics
 from samplewise.attribution import evaluate
+from samplewise.audit.audit import Audit
+from samplewise.audit.comparison import Comparison
+from samplewise.audit.findings import Finding
 from samplewise.loop import callbacks, events, loggers
 from samplewise.privacy.audit import PrivacyAudit
 from samplewise.privacy.privacy import PrivacyMeter, Spent
@@ -32,6 +35,7 @@ SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
     "Loops without a step": ["backward", "BackwardResult"],
     "Training steps": ["Step", "Update", "per", "auto", "batch_constants", "sgd"],
+    "Audit of training loops": ["audit"],
     "Transforms": [
         "chain",
         "clip",
@@ -51,6 +55,7 @@ SECTIONS = {
 }
 RESULTS = {
     "Training steps": [Totals],
+    "Audit of training loops": [Audit, Finding, Comparison],
     "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
     "Attribution": [attribution.AttributionResults, attribution.Curvature, attribution.EKFAC, attribution.Hessian],

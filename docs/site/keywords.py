@@ -24,6 +24,13 @@ KEYWORDS = {
     "snippets": "mistakes, common errors, training loop, NumPy, GradientTape, TensorFlow, no_grad, zero_grad, "
     "grad can be implicitly created only for scalar outputs, train on a single sample, steps by batch size, "
     "gradients for each instance of a minibatch, flexible training loop, loop by batch size",
+    "audit": "check a training loop, verify training, test a training loop, debug training, loss not decreasing, "
+    "pytest, gradient accumulation bug, num_items_in_batch, weight of each token, token weighting, mean of means, "
+    "loss normalization, batch size invariance, resume, sanity check",
+    "audit-tutorial-loops": "mistakes, training loop tutorial, gradient accumulation, accumulation_steps, last batch, "
+    "idx % n == 0, model.eval, model.train, requires_grad_, element 0 of tensors does not require grad, zero_grad, "
+    "clip_grad_norm_, GradScaler, unscale_, scheduler.step, len(train_loader), padding mask, mean loss, "
+    "BatchNorm batch size 1, fine-tuning head, model does not learn, loss does not decrease",
     "gradients": "per-sample gradient, per-example gradients, per-instance gradients, individual gradients, "
     "minibatch, functorch, vmap, Jacobian, saliency, saliency map, input gradient, Hessian-vector product, "
     "gradient norm, gradient of each sample, neural tangent kernel, NTK, freeze layers",

@@ -18,6 +18,8 @@ NAVIGATION = {
     "How-to": [
         "how-to",
         "snippets",
+        "audit",
+        "audit-tutorial-loops",
         "gradients",
         "step",
         "transforms",
