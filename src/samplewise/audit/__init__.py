@@ -8,8 +8,12 @@ reader        reads the weights of passes, small ones together
 weights       weights of targets, from outputs and the gradient of the loss with respect to them
 records       what is recorded: calls, passes, rows, steps
 totals        weights of an update
-findings      faults, each with a sentence
-audit         the context manager and its results
+findings      a fault, and what faults are found from
+weight_rules  rules about weights of targets
+loop_rules    rules about windows, gradients, modes, schedules and data
+rules         all rules, and their codes
+notes         what could not be seen
+audit         `sw.audit`, the context manager and its results
 comparison    two audits: an interrupted and an uninterrupted run, or two ways of cutting batches
 script        audit of a training script
 """

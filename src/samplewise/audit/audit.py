@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from math import inf, isnan, nan
 from os import PathLike
 from textwrap import fill
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from samplewise.audit.comparison import Comparison, compare
-from samplewise.audit.findings import CODES, Evidence, Finding, find
+from samplewise.audit.findings import Evidence, Finding
+from samplewise.audit.notes import notes_of
 from samplewise.audit.observer import Observer
 from samplewise.audit.reader import Losses
 from samplewise.audit.records import RowWeights
+from samplewise.audit.rules import CODES, find
 from samplewise.audit.totals import Per, UpdateTotal, update_totals
 from samplewise.audit.weights import is_criterion
 from samplewise.core.files import absolute, write_bytes
@@ -86,6 +88,16 @@ def audit(
     return Audit(Observer(model, losses, labels, ids, norms), per, {allow} if isinstance(allow, str) else set(allow))
 
 
+@dataclass
+class Results:
+    """Results of an audit, computed at the end of its block."""
+
+    totals: list[UpdateTotal] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    deviation: float = nan
+
+
 class Audit(Tabular):
     """Result of `sw.audit`: a context manager, whose block is audited. Printed, it is a verdict and a table.
 
@@ -104,8 +116,7 @@ class Audit(Tabular):
         self._of_ranks: list[list[RowWeights]] = []
         self._complete = False
         self._state = "new"
-        self._notes: list[str] = []
-        self._results: tuple[list[UpdateTotal], list[Finding]] | None = None
+        self._results = Results()
 
     # --- the block ---------------------------------------------------------------------------------------------------
 
@@ -131,9 +142,8 @@ class Audit(Tabular):
         self._complete = complete
         self._observer.stop()
         if complete and self._observer.calls.averages_ranks:
-            self._gather()
-        self._evaluated()
-        self._notes = self._find_notes()
+            self._observer.guard(self._gather)
+        self._observer.guard(self._evaluate)
         self._observer.release()
 
     def _gather(self) -> None:
@@ -151,32 +161,40 @@ class Audit(Tabular):
 
     # --- results -----------------------------------------------------------------------------------------------------
 
-    def _evaluated(self) -> tuple[list[UpdateTotal], list[Finding]]:
+    def _evaluate(self) -> None:
+        observer = self._observer
+        self._results.totals = update_totals(observer.updates.steps, observer.updates.passes, self._of_ranks)
+        evidence = Evidence(observer, self._results.totals, self.per, self._complete)
+        findings = [finding for finding in find(evidence) if finding.code not in self._allow]
+        self._results.findings = findings
+        self._results.deviation = evidence.deviation()
+        self._results.notes = notes_of(evidence, findings)
+
+    def _evaluated(self) -> Results:
         if self._state != "over":
             raise RuntimeError(
                 f"the results of an audit must be read after its block; found that it is {self._state}. Write `with "
                 "sw.audit(model) as audit:` around the training, and read the results below."
             )
-        if self._results is None:
-            observer = self._observer
-            totals = update_totals(observer.updates.steps, observer.updates.passes, self._of_ranks)
-            findings = find(Evidence(observer, totals, self.per, self._complete))
-            self._results = totals, [finding for finding in findings if finding.code not in self._allow]
         return self._results
 
     @property
+    def _totals(self) -> list[UpdateTotal]:
+        return self._evaluated().totals
+
+    @property
+    def _failure(self) -> str | None:
+        return self._observer.failure
+
+    @property
     def findings(self) -> list[Finding]:
-        return self._evaluated()[1]
+        return self._evaluated().findings
 
     @property
     def ok(self) -> bool:
         """True if updates of observed backward passes were seen, and nothing was found."""
         has_passes = any(total.passes for total in self._totals)
-        return not self.findings and has_passes and self._observer.failure is None
-
-    @property
-    def _totals(self) -> list[UpdateTotal]:
-        return self._evaluated()[0]
+        return not self.findings and has_passes and self._failure is None
 
     @property
     def sums(self) -> list[float]:
@@ -184,61 +202,26 @@ class Audit(Tabular):
 
     @property
     def deviation(self) -> float:
-        evidence = Evidence(self._observer, self._totals, self.per, self._complete)
-        deviations = [
-            slot.deviation(self.per, evidence.expected_total(series, slot))
-            for series in evidence.series()
-            for _, slot in series
-        ]
-        return max(deviations, default=nan)
+        return self._evaluated().deviation
 
     @property
     def notes(self) -> list[str]:
         """What could not be seen."""
-        self._evaluated()
-        return self._notes
-
-    def _find_notes(self) -> list[str]:
-        observer = self._observer
-        totals = self._totals
-        notes = []
-        if observer.failure is not None:
-            notes.append(f"the audit has ended early; the training was not disturbed: {observer.failure}")
-        if not totals:
-            notes.append(_nothing_seen(observer))
-        elif all(total.step.written and not total.passes for total in totals):
-            notes.append(
-                "weights cannot be seen: gradients were not written by a backward pass through an output of the "
-                "model, as with model.compile() (use torch.compile(model)) and with functions that are compiled or of "
-                "torch.func"
-            )
-        elif any(p.weights and all(w.relative for w in p.weights) for p in observer.updates.passes):
-            notes.append(
-                "weights cannot be seen: the loss is no cross entropy of an output. Pass losses=, a function (outputs, "
-                "labels) -> losses; shares of the gradient at the outputs are in audit.updates"
-            )
-        elif any(not p.weights and p.finite for p in observer.updates.passes):
-            notes.append("weights cannot be seen: no output with rows is between the parameters and the loss")
-        if any(total.step.is_unknown for total in totals):
-            notes.append("gradients were changed or added up by hand: the weights in such updates are not known")
-        if observer.calls.batch_norm and any(len(total.passes) > 1 for total in totals):
-            notes.append(
-                f"the BatchNorm layer {observer.calls.batch_norm[0]} normalizes each microbatch by its own statistics, "
-                "so that updates depend on how batches are cut: freeze it (sw.freeze_batchnorm), or use GroupNorm"
-            )
-        varied = [s for t in totals for s in t.known if not s.equal(None) and self.per is None]
-        if varied and not any("weights" in f.code for f in self.findings):
-            notes.append("targets within a microbatch have different weights: the loop weights them itself")
-        return notes
+        notes = self._evaluated().notes
+        if self._failure is None:
+            return notes
+        return [f"the audit has ended early; the training was not disturbed: {self._failure}", *notes]
 
     @property
     def verdict(self) -> str:
+        if self._failure is not None:
+            return "the audit has failed"
         if not self._totals:
             return "no update seen"
-        if self._observer.failure is not None:
-            return "the audit has failed"
         if self.findings:
             return f"{plural(len(self.findings), 'fault')}: {', '.join(dict.fromkeys(f.code for f in self.findings))}"
+        if not any(total.passes for total in self._totals):
+            return "no backward pass seen"
         unknown = sum(isnan(total) for total in self.sums)
         if unknown:
             which = "" if unknown == len(self.sums) else f" of {unknown} of {len(self.sums)} updates"
@@ -362,25 +345,6 @@ def read_audit(path: str | PathLike[str]) -> dict[str, Any]:
             f"an audit must be read from a file that audit.save('….json') has written; found {path}, which is none of "
             f"format {FORMAT}."
         ) from error
-
-
-def _nothing_seen(observer: Observer) -> str:
-    if observer.compiled:
-        return f"{observer.compiled} was compiled by model.compile(), which hides its calls: use torch.compile(model)"
-    if observer.updates.other_optimizers:
-        return (
-            "optimizers have stepped that have no parameter of the model: it was copied, replaced or moved after the "
-            "optimizer was created, or another model is trained"
-        )
-    if observer.calls.in_other_threads and not observer.updates.passes:
-        return (
-            "the model was called in another thread than that of the audit: begin the audit in the thread that trains"
-        )
-    if not observer.calls.number and not observer.calls.without_graph:
-        return "no call of the model was seen: pass the model that the loop trains, or None for all models"
-    if not observer.updates.passes:
-        return "no backward pass through an output of the model was seen"
-    return "no optimizer step was seen: optimizers must be those of torch.optim, or change parameters in place"
 
 
 def _chosen(totals: list[UpdateTotal], marks: dict[int, list[str]]) -> list[UpdateTotal]:

@@ -63,8 +63,8 @@ class Observer:
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         observation.observers.remove(self)
-        self._guarded(self.updates.end)
-        self._guarded(self._reader.read)
+        self.guard(self.updates.end)
+        self.guard(self._reader.read)
         if self._model is not None and self._model._compiled_call_impl is not None:
             self.compiled = type(self._model).__name__
 
@@ -85,7 +85,7 @@ class Observer:
             if not torch.compiler.is_compiling():
                 call = self.calls.after(module, args, results)
                 if call is not None:
-                    self._guarded(self.calls.record, *call)
+                    self.guard(self.calls.record, *call)
 
         return (
             register_module_forward_pre_hook(before),
@@ -94,22 +94,22 @@ class Observer:
 
     def _on_gradient(self, output: Output, g: Tensor) -> None:
         if self._handles and not observation.is_hidden():  # after the audit, the output may be alive
-            self._guarded(self.updates.on_gradient, output, g, self._guarded)
+            self.guard(self.updates.on_gradient, output, g, self.guard)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._guarded(self.updates.begin_step, optimizer)
+        self.guard(self.updates.begin_step, optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         before = len(self.updates.steps)
-        self._guarded(self.updates.end_step, optimizer)
+        self.guard(self.updates.end_step, optimizer)
         if self.on_update is not None and len(self.updates.steps) > before:
             self.on_update(len(self.updates.steps))
 
     def on_step(self, optimizer: Any, counts: Sequence[Tensor], divisor: Tensor | float, ranks: bool) -> None:
         self.calls.averages_ranks |= ranks
-        self._guarded(self.updates.add_own_step, optimizer, counts, float(divisor))
+        self.guard(self.updates.add_own_step, optimizer, counts, float(divisor))
 
-    def _guarded(self, function: Callable[..., object], *args: Any) -> None:
+    def guard(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function of the audit: its errors end the audit, not the training."""
         if self.failure is not None:
             return
