@@ -156,6 +156,22 @@ def test_comparison_of_an_interrupted_run():
     assert uninterrupted.compare(uninterrupted).ok
 
 
+def test_a_resumed_run_continues_another_audit(tmp_path):
+    whole, resumed = Task(), Task()
+    with sw.audit(whole.model) as uninterrupted:
+        train(whole.model, whole.optimizer, whole.batches())
+    for part, batches in enumerate((resumed.batches()[:2], resumed.batches()[2:])):
+        with sw.audit(resumed.model) as audit:
+            train(resumed.model, resumed.optimizer, batches)
+        audit.save(tmp_path / f"{part}.json")
+    assert uninterrupted.compare(tmp_path / "0.json", tmp_path / "1.json").ok
+    comparison = uninterrupted.compare(audit)
+    assert "update 1 has other samples in the second run" in str(comparison)
+    assert "the number of updates differs: 5 and 3" in str(comparison)
+    with pytest.raises(TypeError, match="compare needs another audit, or its file; found none"):
+        uninterrupted.compare()
+
+
 def test_comparison_of_two_ways_of_cutting_a_batch():
     audits = []
     for size, accumulation in ((8, 1), (2, 4)):

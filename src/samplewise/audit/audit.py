@@ -326,11 +326,17 @@ class Audit(Tabular):
             to.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(to, json.dumps(self.to_dict(), allow_nan=False).encode())
 
-    def compare(self, other: Audit | str | PathLike[str]) -> Comparison:
-        """Compare the updates with those of another audit, or of its file: samples and their order, weights, learning
-        rates, norms. For an interrupted and an uninterrupted run, or for one batch cut in two ways.
+    def compare(self, *others: Audit | str | PathLike[str]) -> Comparison:
+        """Compare the updates with those of other audits, or of their files, which continue each other: samples and
+        their order, weights, learning rates, norms.
+
+            whole.compare("until-the-kill.json", "resumed.json")     # a run that was interrupted and resumed
+            audit.compare(other)                                      # one batch, cut in two ways
         """
-        return compare(self.to_dict(), other.to_dict() if isinstance(other, Audit) else read_audit(other))
+        if not others:
+            raise TypeError("compare needs another audit, or its file; found none.")
+        saved = [other.to_dict() if isinstance(other, Audit) else read_audit(other) for other in others]
+        return compare(self.to_dict()["summary"], [update for audit in saved for update in audit["summary"]])
 
 
 def read_audit(path: str | PathLike[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,14 @@ class Comparison(Tabular):
         )
 
 
-def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> Comparison:
-    """Compare two saved audits. The order of samples within an update has no influence on it, and is not compared."""
-    pairs = list(zip(first["summary"], second["summary"], strict=False))
+Summary = Sequence[Mapping[str, Any]]  # of updates, as `Audit.to_dict` returns it
+
+
+def compare(first: Summary, second: Summary) -> Comparison:
+    """Compare updates in their order. The order of samples within an update has no influence on it, and is not
+    compared.
+    """
+    pairs = list(zip(first, second, strict=False))
     kinds: Counter[str] = Counter()
     first_of: dict[str, str] = {}  # sentence about the first update that differs in this way
     rows = []
@@ -50,9 +55,9 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> Comparison:
             kinds[kind] += 1
             first_of.setdefault(kind, sentence)
     differences = [f"{sentence} ({plural(kinds[kind], 'update')} of this kind)" for kind, sentence in first_of.items()]
-    if len(first["summary"]) != len(second["summary"]):
+    if len(first) != len(second):
         differences.append(
-            f"the number of updates differs: {len(first['summary'])} and {len(second['summary'])}. Look at the last "
+            f"the number of updates differs: {len(first)} and {len(second)}. Look at the last "
             "window of each epoch, and at what is repeated after a resume."
         )
     return Comparison(len(pairs), [row for row in rows if row[-1]] or rows[:3], differences)

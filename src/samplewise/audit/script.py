@@ -83,4 +83,4 @@ def compare_variations(
             if first is None:
                 first = saved
             else:
-                yield variation, compare(first, saved)
+                yield variation, compare(first["summary"], saved["summary"])
