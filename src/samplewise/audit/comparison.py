@@ -9,6 +9,7 @@ from typing import Any
 
 from samplewise.core.text import Table, Tabular, plural
 
+ROUNDING = 1e-6  # relative difference of weights that are shown as equal
 TOLERANCE = 1e-4  # relative distance of equal weights and norms
 
 
@@ -93,7 +94,7 @@ def _compare_updates(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[
         str(number),
         _both(str(len(a["ids"])), str(len(b["ids"]))),
         _both(*sums),
-        "?" if largest is None else f"{largest:.2g}",
+        "?" if largest is None else "0" if largest < ROUNDING else f"{largest:.2g}",
         _both(*("?" if norm is None else f"{norm:.5g}" for norm in norms)),
         ", ".join(kind for kind, _ in found),
     )

@@ -26,9 +26,11 @@ HALF_TOLERANCE = 2e-2  # gradients of outputs in half precision have 8 or 11 sig
 ENTRIES = 1 << 24  # of an output in one piece: bounds the memory of intermediate results
 SAMPLED = 64  # rows by which the kind of a loss is found out
 CLEAR = 1e-3  # |p - 1| of a label below which the digits of its entry are too few
-ROUNDING = 4e-7  # absolute error of p - 1 in float32
+EXACT = 0.05  # |p - 1| of a label above which its entry has enough digits for a weight
+ROUNDING = 4e-7  # absolute error of p - 1 in float32, for logits of size 1
 UNLIKELY = 1e3  # ratio of a weight to the median: another label is the right one
 SPREAD = 5e-3  # relative standard deviation of probabilities, below which label smoothing is not visible
+FEW_CLASSES = 4096  # with more, rows without a gradient count as ignored
 UNDERFLOW = -80.0  # logit of label 0 below which the gradient is 0
 SATURATED = 7.0  # logit of label 1 above which p - 1 has less than 4 digits
 
@@ -117,18 +119,18 @@ def _kind_of_rows(z: Tensor, g: Tensor, dim: int) -> Kind | None:
     if p.shape[1] > 2 and float((p.std(1) / p.mean(1)).median()) < SPREAD:
         return None  # equal logits, as of a head that begins with zeros: with smoothing, gradients are the same
     smoothing = 0.0
-    _, label, error = _best_labels(p, rows, smoothing, tolerance)
+    _, label, error = _best_labels(logits, rows, smoothing, tolerance)
     if error.max() > tolerance:
         estimate = _smoothing_of(p, rows)
         if estimate is None:
             return None
         smoothing = estimate
-        _, label, error = _best_labels(p, rows, smoothing, tolerance)
+        _, label, error = _best_labels(logits, rows, smoothing, tolerance)
         if error.max() > tolerance:
             return None
     if p.shape[1] == 2:
         # One number for each row: any weight explains it. Equal weights of rows with different logits are evidence.
-        weights = _best_labels(p, rows, smoothing, tolerance)[0]
+        weights = _best_labels(logits, rows, smoothing, tolerance)[0]
         if _spread_of_classes(weights, label, p[:, 0]) > tolerance:
             return None
     return Kind(CROSS_ENTROPY, dim, smoothing)
@@ -192,9 +194,8 @@ def _softmax_weights(z: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Te
     clear &= errors <= tolerance_of(z)
     unclear = (active & ~clear).nonzero()[:, 0]
     if len(unclear):
-        p = z[unclear].double().softmax(1)
         weights[unclear], label[unclear], errors[unclear] = _best_labels(
-            p, g[unclear].double(), smoothing, tolerance_of(z)
+            z[unclear].double(), g[unclear].double(), smoothing, tolerance_of(z)
         )
         # Two entries of opposite sign and equal size fit a positive and a negative weight. Positive ones are assumed,
         # unless other rows have negative ones.
@@ -205,11 +206,18 @@ def _softmax_weights(z: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Te
             unlikely = (ratios > UNLIKELY) | (ratios < 1 / UNLIKELY)
             errors = torch.where(either & (unlikely | has_negative), 1.0, errors)
     errors = torch.where(active, errors, 0.0)
+    if classes <= FEW_CLASSES and not bool(active.all()):
+        # A row without a gradient is ignored by the loss, or its label is so likely that the gradient is 0.
+        first, second = z[~active].topk(2).values.unbind(1)
+        if bool((first - second > -UNDERFLOW).any()):
+            errors[0] = 1.0
     return torch.where(active, weights, 0.0), label, errors.max()
 
 
-def _best_labels(p: Tensor, g: Tensor, smoothing: float, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (N,), labels (N,) and errors (N,) from all entries of the softmax p and the gradient g, each (N, V)."""
+def _best_labels(z: Tensor, g: Tensor, smoothing: float, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (N,), labels (N,) and errors (N,) from all entries of the logits z and the gradient g, each (N, V)."""
+    p = z.softmax(1)
+    error_of_p = ROUNDING * (1 + z.abs().amax(1, keepdim=True))  # the loss computes log p in float32
     share = smoothing / p.shape[1]
     best: tuple[Tensor, Tensor, Tensor] | None = None
     # The first label that explains the gradient: that of a positive weight; one with p near 1, whose entry is lost in
@@ -218,9 +226,9 @@ def _best_labels(p: Tensor, g: Tensor, smoothing: float, tolerance: float) -> tu
         at_label = torch.zeros_like(p, dtype=torch.bool).scatter_(1, label[:, None], True)
         q = torch.where(at_label, p - share - (1 - smoothing), p - share)
         # Entries of other classes are exact; that of the label has the rounding error of p - 1.
-        exact = torch.where(at_label & (q.abs() < CLEAR), 0.0, q)
+        exact = torch.where(at_label & (q.abs() < EXACT), 0.0, q)
         weights = (g * exact).sum(1) / exact.square().sum(1).clamp(min=1e-300)
-        rounding = ROUNDING * weights.abs()[:, None] * at_label
+        rounding = error_of_p * weights.abs()[:, None] * at_label
         residual = ((g - weights[:, None] * q).abs() - rounding).clamp(min=0)
         # Relative to the largest entry, and for the other classes to their sum: smoothing changes these alone.
         others = residual.masked_fill(at_label, 0).sum(1) / g.masked_fill(at_label, 0).abs().sum(1).clamp(min=1e-300)
