@@ -20,6 +20,9 @@ SITE    := $(VENV)/.installed-site
 FRAMEWORKS := .venv-integrations
 # Libraries of attribution: captum and kronfluence have many dependencies, too.
 ATTRIBUTION := .venv-attribution
+# Trainers for `make audit-trainers`, in the newest versions and with the last transformers 4.
+AUDIT := .venv-audit
+AUDIT_OLD := .venv-transformers-4.57.6
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
 # `make test-transformers TRANSFORMERS=4.57.6` tests the Hugging Face integration with another version of transformers.
@@ -31,7 +34,7 @@ TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycach
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution migration site clean
+.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution audit-trainers migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -52,6 +55,9 @@ help:
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make attribution make the tables of docs/attribution-measurements.md, and compare with traker, dattri, kronfluence and captum'
 	@echo '                 (an hour at first; continues where it stopped)'
+	@echo 'make audit-trainers'
+	@echo '                 make the table of docs/audit.md: trainers of other libraries, audited with sw.audit (15 minutes;'
+	@echo '                 continues where it stopped)'
 	@echo 'make docs        generate docs/reference.md from the docstrings, notebooks of tutorials, and pictures whose'
 	@echo '                 script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
@@ -93,6 +99,15 @@ $(ATTRIBUTION)/.installed: benchmarks/attribution-requirements.txt constraints.t
 	@$(PYTHON) -m venv $(ATTRIBUTION)
 	@$(ATTRIBUTION)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-r benchmarks/attribution-requirements.txt -e '.[train]'
+	@touch $@
+
+# fastai and Composer require versions of torch or torchvision that are not installed.
+$(AUDIT)/.installed: benchmarks/audit-requirements.txt constraints.txt pyproject.toml
+	@echo 'installing samplewise and the trainers of other libraries into $(AUDIT)'
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-r benchmarks/audit-requirements.txt -e '.[huggingface,lightning,keras]'
+	@$(AUDIT)/$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps fastai==2.8.12 mosaicml==0.32.1
 	@touch $@
 
 # The other pins stay: all of them work with torch 2.8 and newer.
@@ -181,6 +196,10 @@ attribution: $(DEV) $(ATTRIBUTION)/.installed
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/attribution_trak_peers.py
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/attribution_peers.py
 
+audit-trainers: $(DEV) $(AUDIT)/.installed
+	@$(MAKE) --no-print-directory TRANSFORMERS=4.57.6 $(AUDIT_OLD)/.installed
+	@$(PY) benchmarks/audit_trainers.py --write docs/audit.md
+
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 	@$(PY) docs/notebook.py
@@ -201,4 +220,4 @@ migration: $(BENCH) $(ATTRIBUTION)/.installed
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/migration.py attribution $(if $(WRITE),--write)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) .venv-torch-* .venv-transformers-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) $(AUDIT) .venv-torch-* .venv-transformers-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -25,6 +25,7 @@ def test_a_right_loop_causes_no_false_alarm(name):
     assert audit.ok, str(audit)
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("name", [*FAULTS, *RIGHT])
 def test_parameters_are_bit_identical_with_and_without_an_audit(name):
     loop = RIGHT[name] if name in RIGHT else FAULTS[name][0]

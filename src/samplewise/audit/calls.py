@@ -51,7 +51,7 @@ class Calls:
         self.number = 0
         self.without_graph = 0  # in training mode
         self.in_other_threads = False
-        self.shapes: list[tuple[Site, str, tuple[int, ...], tuple[int, ...]]] = []  # of criteria that broadcast
+        self.broadcasts: list[tuple[Site, str, int]] = []  # criteria that got predictions (B, 1) and targets (B,)
         self.batch_norm: list[str] = []  # layers that normalize with statistics of the microbatch
         self.averages_ranks = False  # a DDP or FSDP wrapper averages gradients over ranks
         self._model = model
@@ -164,7 +164,7 @@ class Calls:
         site = calling_site(sys._getframe())
         slot = Slot(site, type(criterion).__name__)
         if prediction.dim() != target.dim() and prediction.numel() == target.numel() > 1:
-            self.shapes.append((site, slot.name, tuple(prediction.shape), tuple(target.shape)))
+            self.broadcasts.append((site, slot.name, target.numel()))
         call = Call(site, criterion, 0)
         value = Output(call, slot, output.detach(), output._version, criterion, prediction.detach(), target)
         self._watch_output(value, output)

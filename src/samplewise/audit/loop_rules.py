@@ -9,6 +9,7 @@ from typing import Any
 
 from samplewise.audit.findings import Evidence, Finding, first_site, microbatches, number, numbers, updates
 from samplewise.audit.records import Pass, Slot
+from samplewise.core.comparisons import broadcast_cause
 from samplewise.core.text import listed, plural
 
 # --- windows ----------------------------------------------------------------------------------------------------------
@@ -294,34 +295,29 @@ def _length(scheduler: Any) -> float:
 
 
 def broadcast(evidence: Evidence) -> Iterator[Finding]:
+    """Predictions (B, 1) with targets (B,)."""
     observer = evidence.observer
-    advice = (
-        "Every prediction is compared with every target. Use squeeze(1) on the prediction or unsqueeze(1) on the "
-        "target."
-    )
-    for site, name, prediction, target in observer.calls.shapes[:1]:
+    for site, name, rows in observer.calls.broadcasts[:1]:
         yield Finding(
             "broadcast",
-            f"{name} must get predictions and targets of one shape; found {prediction} and {target}. {advice}",
+            f"predictions and targets must have the same shape. {broadcast_cause(name, rows)}",
             str(site),
         )
-    values: dict[Slot, list[float | None]] = defaultdict(list)
+    values: dict[Slot, list[tuple[float | None, int]]] = defaultdict(list)
     for p in observer.updates.passes:
         for weights in p.weights:
             if weights.relative:
-                values[weights.slot].append(p.comparison)
-    for slot, means in values.items():
+                values[weights.slot].append((p.comparison, len(weights.sums)))
+    for slot, pairs in values.items():
+        means = [mean for mean, _ in pairs if mean is not None]
         # A constant target, as in adversarial training, has few different values.
-        if (
-            len(means) >= 3
-            and None not in means
-            and len({round(v, 6) for v in means if v is not None}) > len(means) / 2
-        ):
+        several = len({round(mean, 6) for mean in means}) > len(means) / 2
+        if len(means) == len(pairs) >= 3 and several:
             yield Finding(
                 "broadcast",
                 "each prediction must be compared with its own target; found that all predictions of a microbatch are "
-                f"compared with one number, the mean of its targets ({means[0]:.4g} in the first), as for shapes "
-                f"(B, 1) and (B,). {advice}",
+                f"compared with the mean of its targets, {means[0]:.4g} in the first one. "
+                f"{broadcast_cause('the loss', pairs[0][1])}",
                 str(slot.site),
             )
 

@@ -314,10 +314,11 @@ def _has_other_losses(current: Pass, known: set[Slot]) -> bool:
     reverse order of their computation: the inputs of an output come after it.
     """
     calls = {id(output.call) for output, _ in current.outputs if output.slot in known}
+    fused = {id(output.call) for output, _ in current.outputs if output.slot in known and output.is_log_prob}
     first = True
     for output, _ in current.outputs:
-        if not output.z.dim():
-            continue  # the loss of the model
+        if not output.z.dim() or id(output.call) in fused:
+            continue  # the loss of the model, or what it is computed from
         if output.slot in known:
             first = False
         elif first or (id(output.call) in calls and output.slot.name.partition(".")[0] not in INNER_OUTPUTS):

@@ -1,8 +1,8 @@
 """`samplewise audit`: unmodified scripts, with their own arguments."""
 
-import subprocess
 import sys
 
+import forks
 import pytest
 
 SCRIPT = """
@@ -42,7 +42,7 @@ def run(tmp_path):
 
     def run(*arguments):
         command = [sys.executable, "-m", "samplewise.cli.main", "audit", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        return forks.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
 
     return run
 
