@@ -35,6 +35,9 @@ class Finding:
         return f"[{self.code}] {self.message}{f' Look at {self.where}.' if self.where else ''}"
 
 
+Series = list[tuple[UpdateTotal, SlotTotal]]  # the updates of one slot
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All that the rules read. complete: the loop came to its end, so that what is left was never applied."""
@@ -44,7 +47,7 @@ class Evidence:
     per: Per
     complete: bool
 
-    def series(self) -> Iterator[list[tuple[UpdateTotal, SlotTotal]]]:
+    def series(self) -> Iterator[Series]:
         """The updates of each optimizer with known weights, for each slot."""
         by_slot: dict[tuple[int, Slot], list[tuple[UpdateTotal, SlotTotal]]] = defaultdict(list)
         for total in self.totals:
@@ -67,21 +70,21 @@ class Evidence:
     def deviation(self) -> float:
         """Largest relative deviation of a weight from what `per` demands; NaN if no weights are known."""
         deviations = [
-            slot.deviation(self.per, self.expected_total(series, slot))
+            slot.deviation(self.per, total)
             for series in self.series()
-            for _, slot in series
+            for (_, slot), total in zip(series, self.expected_sums(series), strict=True)
         ]
         return max(deviations, default=nan)
 
-    def expected_total(self, series: Sequence[tuple[UpdateTotal, SlotTotal]], slot: SlotTotal) -> float:
-        """Sum that the weights should have: 1 for one loss. With several losses, each may have a factor of its own,
-        which must be the same in all updates.
+    def expected_sums(self, series: Series) -> list[float]:
+        """Sum that the weights of each update should have: 1 for one loss. With several losses, each may have a factor
+        of its own, which must be the same in all updates.
         """
         one_loss = all(len(total.known) == 1 and not total.has_other_losses for total, _ in series)
         if isinstance(self.per, (int, float)) or one_loss:
-            return slot.expected_total(self.per)
-        totals = sorted(weights.total for _, weights in series)
-        return totals[len(totals) // 2]
+            return [slot.expected_total(self.per) for _, slot in series]
+        sums = sorted(slot.total for _, slot in series)
+        return [sums[len(sums) // 2]] * len(series)
 
 
 # --- parts of sentences ----------------------------------------------------------------------------------------------

@@ -163,7 +163,8 @@ class Reader:
             return  # a loss that the model computes
         z, g = _together(group)
         values = z if output.criterion is not None else g
-        sums = g.reshape(len(group), -1).sum(1, dtype=torch.float64)
+        wide = torch.promote_types(g.dtype, torch.float32)  # a sum of float16 may overflow
+        sums = g.reshape(len(group), -1).sum(1, dtype=wide)
         finite = sums.reshape(-1).isfinite() & values.reshape(len(group), -1)[:, :1].isfinite().all(1)
         for entry, is_finite in zip(group, finite.tolist(), strict=True):
             entry.current.finite = entry.current.finite and is_finite

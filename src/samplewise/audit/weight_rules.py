@@ -59,7 +59,7 @@ def wrong_sum(evidence: Evidence) -> Iterator[Finding]:
     for series in evidence.series():
         if _is_scaled(series) or _is_annealed(series):
             continue
-        expected = [evidence.expected_total(series, slot) for _, slot in series]
+        expected = evidence.expected_sums(series)
         off = [
             (total, slot, goal)
             for (total, slot), goal in zip(series, expected, strict=True)
