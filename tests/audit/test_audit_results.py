@@ -249,6 +249,7 @@ def test_step_reports_the_weights_of_its_samples():
         ({"per": "row"}, "per must be 'token', 'sample', a positive number or None; found 'row'"),
         ({"per": -1}, "per must be 'token', 'sample', a positive number or None; found -1"),
         ({"allow": ["eval"]}, "allow must hold codes of findings; found 'eval'. Did you mean 'eval-mode'"),
+        ({"allow": 3}, "allow must be a list of codes of findings; found int"),
         ({"losses": 3}, "losses must be a function"),
         ({"losses": nn.MSELoss()}, "losses must return one loss per sample; found MSELoss with reduction='mean'"),
     ],

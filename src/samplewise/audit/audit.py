@@ -75,6 +75,8 @@ def audit(
     is_number = isinstance(per, (int, float)) and not isinstance(per, bool) and 0 < per < inf
     if not (per is None or is_number or per in UNITS):
         raise ValueError(f"per must be 'token', 'sample', a positive number or None; found {per!r}.")
+    if not isinstance(allow, Collection):
+        raise TypeError(f"allow must be a list of codes of findings; found {type(allow).__name__}.")
     for code in [allow] if isinstance(allow, str) else allow:
         if code not in CODES:
             raise ValueError(f"allow must hold codes of findings; found {code!r}. {did_you_mean(code, CODES)}".rstrip())

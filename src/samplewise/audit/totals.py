@@ -103,15 +103,10 @@ class UpdateTotal:
 
     @property
     def samples(self) -> int:
-        """Number of samples, on all ranks whose weights are known."""
-        known = sum(len(p.samples) for p in self.passes)
-        if not self.slots:
-            return known
-        return (
-            known
-            if known and not self.has_ranks
-            else max(sum(len(part.sums) for part in slot.parts) for slot in self.slots.values())
-        )
+        """Number of samples, of all ranks if their weights are known."""
+        on_this_rank = sum(len(p.samples) for p in self.passes)
+        rows = max((sum(len(part.sums) for part in slot.parts) for slot in self.slots.values()), default=0)
+        return rows if self.has_ranks or not on_this_rank else on_this_rank
 
     @property
     def has_ranks(self) -> bool:

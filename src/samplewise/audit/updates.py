@@ -19,7 +19,7 @@ from samplewise.audit.reader import Reader
 from samplewise.audit.records import OptimizerStep, Output, Pass, Site, Slot, living_objects, own_weights
 from samplewise.core import observation
 
-QUIET_STEPS = 3  # after so many, gradients are not measured any more, until the loop changes them again
+QUIET_STEPS = 3  # steps after which gradients are not measured, until the loop changes them between pass and step
 PROBED = 3  # parameters whose gradients are compared before and after the loop has changed gradients
 SUMMED = 8  # parameters whose values are compared, as long as no optimizer of torch was seen
 FRAMES = 16  # of the stack, from a hook of an optimizer to a loss scaler

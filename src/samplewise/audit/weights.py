@@ -187,7 +187,7 @@ def _softmax_weights(z: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Te
     weights = (g_other * ratio - g_label) / kept
     expected = (g_other + weights * share) * (z_third - z_other).exp() - weights * share
     errors = (g_third - expected).abs() / g_other.abs().clamp(min=1e-300)
-    if classes == 2:
+    if classes == 2:  # there is no third entry
         errors = torch.zeros_like(errors)
     # Rows in which the label is not certain, or its entry is lost in rounding: all entries are needed.
     clear = (low.double() < -1.02 * high.double()) & (-g_label > CLEAR * weights.abs()) & (kept.abs() > 0.1)
