@@ -44,7 +44,17 @@ def test_why_not_at_all(monkeypatch):
     assert step.compiled == "the moon is full"
 
 
-@pytest.mark.parametrize("lacking", ["torch._guards", "torch._inductor.decomposition"])
+def test_private_updates_stay_uncompiled():
+    privacy = sw.Privacy(noise_multiplier=1.0, clip=1.0, delta=1e-3, sample_rate=0.5, updates=4)
+    step = made(privacy=privacy, compile=True)
+    step.run(privacy.loader(torch.utils.data.TensorDataset(*BATCH)))
+    assert step.counters.updates == 2
+    assert step.compiled.startswith("private updates are not compiled: ")
+
+
+@pytest.mark.parametrize(
+    "lacking", ["torch._guards", "torch._inductor.decomposition", "torch._inductor.inductor_prims"]
+)
 def test_torch_lacks_a_private_interface(monkeypatch, lacking):
     monkeypatch.setitem(sys.modules, lacking, None)
     step = made(samples=1, compile=True)

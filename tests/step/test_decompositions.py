@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from samplewise.step.compiled import decompositions as ours
+from samplewise.step.compiled import inductor
 
 aten = torch.ops.aten
 
@@ -22,12 +25,35 @@ def assert_close(found, expected):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 7, 5), (6, 1, 5), (6, 7, 1), (1, 1, 1), (4, 5, 6)])
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 7, 5), (1, 60, 5), (1, 34, 5), (6, 1, 5), (6, 7, 1), (1, 1, 1), (4, 5, 6)]
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products(m, k, n, transposed):
     a, b = noise(m, k), noise(n, k).t() if transposed else noise(k, n)
     assert_close([ours.mm(a, b)], [a @ b])
     assert_close([ours.addmm(noise(n), a, b)], [noise(n) + a @ b])
+
+
+def test_stored_views_keep_their_values():
+    """A view has an offset and strides of its own, whatever layout the compiler gives to the memory below."""
+    views = [
+        lambda y: y.t(),
+        lambda y: y[:, 1:2].t(),
+        lambda y: y[1:, 2:],
+        lambda y: y[2],
+        lambda y: y.expand(2, *y.shape),
+    ]
+
+    def function(x):
+        return [ours.materialize(view((x + k).tanh())) * 2 for k, view in enumerate(views)]
+
+    x = noise(4, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch uses deprecated functions of its own
+        inductor.load_compiler()
+    graph = inductor.trace_functional(function, [x], inductor.compiler_decompositions(ours.DECOMPOSITIONS))
+    assert_close(inductor.compile_graph(graph, [x], threads=1)([x]), function(x))
 
 
 def test_what_is_large_or_scaled_is_left_to_the_library():

@@ -74,7 +74,10 @@ class PrivateUpdate:
     empty_updates: ClassVar = True  # a draw without samples is an update, too: that it is empty must not show
     needs_two_samples: ClassVar = True  # a draw may have one sample, with which first checks can compare nothing
     nonfinite_policies: ClassVar = ("zero",)  # a sample that is not finite contributes nothing
-    not_compiled: ClassVar = "private updates are not compiled"
+    not_compiled: ClassVar = (
+        "private updates are not compiled: code is compiled for a number of samples, which is private here, and each "
+        "sum must be repeated bit for bit after a resume"
+    )
 
     def __init__(self, plan: Privacy, private_accumulator: Callable[[Any, PrivacyMeter], Any]):
         assert plan.clip.max_norm is not None  # sw.Privacy accepts no other clip

@@ -204,6 +204,10 @@ class UpdateApplier:
     def prepare(self, window: Window) -> None:
         """Divide and clip the gradients as the optimizer will see them, without the finite check."""
         self.divide(window)
+        self.clip(window)
+
+    def clip(self, window: Window) -> None:
+        """Clip the divided gradients to `max_grad_norm`."""
         if window.config.max_grad_norm is not None:
             self._clip(self._norms(), window.config.max_grad_norm)
 

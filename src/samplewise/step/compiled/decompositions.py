@@ -1,7 +1,8 @@
 """Decompositions of operations, most of them on one sample, which the compiler can fuse or which have less overhead.
 
 With one sample the gradient of a weight is a product of a column and a row. Written as `column * row` it is never
-stored as a tensor: it is computed where the update reads it. A convolution of one small image is written as a matrix
+stored as a tensor: it is computed where the update reads it. Column and row are stored, because each of their elements
+is read once per row or column of the weight. A convolution of one small image is written as a matrix
 product, which takes less time than the library needs to prepare a convolution. Attention over few tokens is written as
 a few small matrix products for the same reason. The backward of max pooling with channels last is written without
 indices, so that the compiler computes several channels at once.
@@ -16,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samplewise.step.compiled import inductor
+
 aten = torch.ops.aten
+BLOCK = 16  # rows of a matrix that are summed at a time
 SMALL_PRODUCT = 2**15  # multiplications up to which a generated loop is faster than the library call
 SMALL_IMAGE = 2**22  # multiplications up to which a convolution becomes a matrix product
 SMALL_SCORES = 2**15  # attention scores (pairs of tokens, over all samples and heads) up to which it is decomposed
@@ -25,12 +29,12 @@ SMALL_WINDOW = 9  # elements of a pooling window up to which its backward is dec
 
 def materialize(t: Tensor) -> Tensor:
     """Make the compiler store `t` in memory instead of recomputing it for every element that uses it."""
-    return t.as_strided(t.shape, t.stride())
+    return inductor.stored(t)
 
 
 def mm(a: Tensor, b: Tensor) -> Any:
     if a.shape[1] == 1:
-        return a * b
+        return _stored_vector(a) * _stored_vector(b)
     if a.shape[0] == 1:
         return _row_times(a, b)
     if b.shape[1] == 1:
@@ -51,11 +55,21 @@ def _has_vector(a: Tensor, b: Tensor) -> bool:
     return a.shape[0] == 1 or a.shape[1] == 1 or b.shape[1] == 1
 
 
+def _stored_vector(t: Tensor) -> Tensor:
+    """Row or column, computed once; a single number is as fast to compute again."""
+    return materialize(t) if t.numel() > 1 else t
+
+
 def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
     """Row times matrix; the sum runs over contiguous memory if possible."""
+    row = _stored_vector(row)
     if matrix.stride(0) == 1:
         return (row * matrix.t()).sum(1).unsqueeze(0)
-    return (row.t() * matrix).sum(0).unsqueeze(0)
+    # The sum of a whole column would be one chain of additions, each of which waits for the one before, and would read
+    # from another memory page for each row. Blocks of a few rows are summed first.
+    products = row.t() * matrix
+    block = max((k for k in range(4, BLOCK + 1) if len(products) % k == 0), default=len(products))
+    return products.unflatten(0, (-1, block)).sum(1).sum(0).unsqueeze(0)
 
 
 def convolution(

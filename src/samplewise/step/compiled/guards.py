@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from operator import eq
+from operator import eq, itemgetter
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -66,7 +66,7 @@ class Guards:
     def __init__(self, modules: Sequence[nn.Module], functions: Sequence[Any], optimizer: Any, calls: Calls):
         """`calls`: made in an update."""
         self._modules = submodules_of(modules)
-        self._hooks = hooks_in(self._modules)
+        self._hooks = [*hooks_in(self._modules), *hooks_of(optimizer)]
         self.hyperparameter_version = 0  # identifies the hyperparameters of the optimizer
         self._fixed = Expression()
         self._hyperparameters = Expression()
@@ -123,21 +123,23 @@ class Guards:
             self._fixed.equal("{}()", getattr(torch, name))
 
     def _guard_optimizer(self, optimizer: Any) -> None:
-        """Guard hooks, groups and state of the optimizer; its hyperparameters are stored separately."""
-        self._fixed.add("any({})", hooks_of(optimizer))
+        """Guard groups and state of the optimizer; its hyperparameters are stored separately."""
         self._fixed.add("{}.get('step')", vars(optimizer))  # `step` may be replaced on the instance
         self._fixed.add("len({}.param_groups)", optimizer)
         for group in optimizer.param_groups:
             self._fixed.add("len({})", group["params"])
             self._fixed.items(group, ["params"])
-            for key in (key for key in group if key != "params"):
-                if isinstance(group[key], Tensor):
-                    self._hyperparameters.equal("float({}[" + repr(key) + "])", group)
-                else:
-                    self._hyperparameters.items(group, [key])
+            tensors = [key for key, value in group.items() if isinstance(value, Tensor)]
+            for key in tensors:
+                self._hyperparameters.equal("float({}[" + repr(key) + "])", group)
+            plain = [key for key in group if key not in ("params", *tensors)]
+            if plain:
+                self._hyperparameters.equal("{}()", partial(itemgetter(*plain), group))
         if hasattr(optimizer, "state"):
             self._fixed.add("{}.state", optimizer)
-            self._fixed.equal("[*map(id, {}.values())]", optimizer.state)
+            self._fixed.add("len({})", optimizer.state)
+            if optimizer.state:
+                self._fixed.equal("[*map(id, {}.values())]", optimizer.state)
             for state in optimizer.state.values():
                 self._fixed.items(state, list(state))
 

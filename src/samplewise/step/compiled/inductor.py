@@ -28,6 +28,12 @@ Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 
+# torch.autograd.graph.increment_version, without its tests of types, which take longer than the rest.
+increment_version: Callable[[Sequence[Tensor]], None] = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
+
+
 def load_compiler() -> None:
     """Import the compiler, before calls of the model are recorded: torch would import parts of it, and packages that it
     uses, in the first of these calls. Decompositions of pooling expect that it was imported.
@@ -35,27 +41,43 @@ def load_compiler() -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
 
-def trace(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
-    """Trace `function` to an fx graph. It may run autograd and change tensors in place."""
+def compiler_decompositions(ours: Decompositions) -> Decompositions:
+    """Decompositions of the compiler, and `ours`."""
     from torch._inductor.decomposition import select_decomp_table
+
+    return {**select_decomp_table(), **ours}
+
+
+def trace(function: Flat, inputs: Sequence[Tensor], decompositions: Decompositions) -> fx.GraphModule:
+    """Trace `function` to an fx graph. It may run autograd and change tensors in place."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = {**select_decomp_table(), **ours}
+    table = dict(decompositions)
     graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     graph.graph.eliminate_dead_code()
     return graph
 
 
-def trace_functional(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
+def trace_functional(function: Flat, inputs: Sequence[Tensor], decompositions: Decompositions) -> fx.GraphModule:
     """Trace a function without autograd to a functional graph; in-place changes of inputs come last. Equal operations
     of forward and backward pass become one.
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
-    graph = trace(torch.func.functionalize(function, remove="mutations"), inputs, ours)
+    functional = torch.func.functionalize(function, remove="mutations")
+    graph = trace(functional, inputs, decompositions)
     graph.graph = fx_graph_cse(graph.graph)
     graph.recompile()
     return graph
+
+
+def stored(t: Tensor) -> Tensor:
+    """Tensor equal to `t`, which compiled code stores in memory. A single number must not be a view."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    if t.numel() == 1:  # there are no strides to force
+        return t.as_strided(t.shape, t.stride())
+    return force_stride_order(t, torch.empty_like(t).stride())  # dense, also for a view with gaps
 
 
 @contextmanager

@@ -21,13 +21,14 @@ from samplewise.step.config import FunctionalOptimizer, GradientDescent
 
 Group = Mapping[str, Any]
 State = dict[str, Tensor]
+Number = Tensor | float
 
 
 class Formula(ABC):
     """Update formula of an optimizer for one param group.
 
     The settings in `compiled_settings` are part of the code; the scalars in `numbers` are inputs. `ages` is True if
-    the scalars depend on the step count.
+    the optimizer counts its steps, on which the scalars may depend.
     """
 
     ages = False
@@ -41,12 +42,18 @@ class Formula(ABC):
         """Names of the state tensors per parameter, without the step count."""
 
     @abstractmethod
-    def numbers(self, group: Group, step: float) -> Sequence[float]:
-        """Scalars for update number `step`, counted from 1."""
+    def numbers(self, group: Group, step: Any) -> Sequence[Any]:
+        """Scalars for update number `step`, counted from 1. If `step` and the learning rate of the group are tensors of
+        float64, so are the scalars that depend on them.
+        """
+
+    @abstractmethod
+    def neutral(self, group: Group) -> Sequence[float | None]:
+        """Scalars with which an update with a zero gradient changes nothing; None for those with any value."""
 
     @abstractmethod
     def apply(
-        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Tensor]
+        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Number]
     ) -> tuple[Tensor, State]:
         """Return the new parameter and its new state tensors."""
 
@@ -60,11 +67,14 @@ class SGD(Formula):
     def states(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def numbers(self, group: Group, step: float) -> Sequence[float]:
-        return float(group["lr"]), group["momentum"], 1 - group["dampening"], group["weight_decay"]
+    def numbers(self, group: Group, step: Any) -> Sequence[Any]:
+        return group["lr"], group["momentum"], 1 - group["dampening"], group["weight_decay"]
+
+    def neutral(self, group: Group) -> Sequence[float | None]:
+        return 0.0, 1.0, None, 0.0
 
     def apply(
-        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Tensor]
+        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Number]
     ) -> tuple[Tensor, State]:
         lr, momentum, undamped, decay = numbers
         g = -g if group["maximize"] else g
@@ -87,14 +97,17 @@ class Adam(Formula):
     def states(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def numbers(self, group: Group, step: float) -> Sequence[float]:
-        lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), group["weight_decay"]
+    def numbers(self, group: Group, step: Any) -> Sequence[Any]:
+        lr, (beta1, beta2), decay = group["lr"], map(float, group["betas"]), group["weight_decay"]
         root = (1 - beta2**step) ** 0.5
         shrink = 1 - lr * decay if _decoupled(group) else decay
         return lr / (1 - beta1**step), root, 1 - beta1, beta2, 1 - beta2, group["eps"], shrink
 
+    def neutral(self, group: Group) -> Sequence[float | None]:
+        return 0.0, None, 0.0, 1.0, None, None, 1.0 if _decoupled(group) else 0.0
+
     def apply(
-        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Tensor]
+        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Number]
     ) -> tuple[Tensor, State]:
         size, root, lean1, beta2, lean2, eps, shrink = numbers
         g = -g if group["maximize"] else g
@@ -108,6 +121,42 @@ class Adam(Formula):
         return p - size * (mean / (square.sqrt() / root + eps)), new
 
 
+class RMSprop(Formula):
+    """torch.optim.RMSprop"""
+
+    ages = True
+
+    def compiled_settings(self, group: Group) -> tuple[Any, ...]:
+        return group["momentum"] > 0, bool(group["centered"]), bool(group["weight_decay"]), bool(group["maximize"])
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        momentum = ("momentum_buffer",) if group["momentum"] > 0 else ()
+        return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
+
+    def numbers(self, group: Group, step: Any) -> Sequence[Any]:
+        alpha = group["alpha"]
+        return group["lr"], alpha, 1 - alpha, group["eps"], group["momentum"], group["weight_decay"]
+
+    def neutral(self, group: Group) -> Sequence[float | None]:
+        return 0.0, 1.0, 0.0, None, 1.0, 0.0
+
+    def apply(
+        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Number]
+    ) -> tuple[Tensor, State]:
+        lr, alpha, lean, eps, momentum, decay = numbers
+        g = -g if group["maximize"] else g
+        g = g + decay * p if group["weight_decay"] else g
+        square = alpha * state["square_avg"] + lean * g * g
+        new = {"square_avg": square}
+        if group["centered"]:
+            new["grad_avg"] = mean = state["grad_avg"] + lean * (g - state["grad_avg"])
+            square = square - mean * mean
+        change = g / (square.sqrt() + eps)
+        if group["momentum"] > 0:
+            new["momentum_buffer"] = change = momentum * state["momentum_buffer"] + change
+        return p - lr * change, new
+
+
 class StatelessSGD(Formula):
     """sw.sgd(lr)"""
 
@@ -117,16 +166,24 @@ class StatelessSGD(Formula):
     def states(self, group: Group) -> tuple[str, ...]:
         return ()
 
-    def numbers(self, group: Group, step: float) -> Sequence[float]:
-        return (float(group["lr"]),)
+    def numbers(self, group: Group, step: Any) -> Sequence[Any]:
+        return (group["lr"],)
+
+    def neutral(self, group: Group) -> Sequence[float | None]:
+        return (0.0,)
 
     def apply(
-        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Tensor]
+        self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Number]
     ) -> tuple[Tensor, State]:
         return p - numbers[0] * g, {}
 
 
-FORMULAS: dict[type, Formula] = {torch.optim.SGD: SGD(), torch.optim.Adam: Adam(), torch.optim.AdamW: Adam()}
+FORMULAS: dict[type, Formula] = {
+    torch.optim.SGD: SGD(),
+    torch.optim.Adam: Adam(),
+    torch.optim.AdamW: Adam(),
+    torch.optim.RMSprop: RMSprop(),
+}
 
 
 def formula_of(optimizer: Any) -> Formula | None:
@@ -197,6 +254,7 @@ class OptimBuckets:
                 bucket.names.append(names[id(p)])
                 bucket.counters += [] if step is None else [(raw_view(step), step)]
             self._all += by_step.values()
+        self._places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
         self.width = len(self.numbers())
 
     def numbers(self, updates: int = 1) -> list[float]:
@@ -214,27 +272,50 @@ class OptimBuckets:
             for cell, _ in bucket.counters:
                 cell[0] = step
 
+    @property
+    def steps(self) -> list[float]:
+        """Current step count of each bucket."""
+        return [bucket.step for bucket in self._all]
+
+    def tensor_scalars(self, lr: Tensor, counts: Sequence[Tensor], fit: Tensor | None) -> list[list[Number]]:
+        """Scalars for each bucket from tensors: lr of all groups (0-d) or of each group, and step counts before the
+        update. Where `fit` (bool) is False, scalars are neutral.
+        """
+        scalars: list[list[Number]] = []
+        for k, bucket in enumerate(self._all):
+            rate = lr if lr.dim() == 0 else lr[self._places[id(bucket.group)]]
+            step = counts[k].double() + 1 if counts else 1.0
+            group = {**bucket.group, "lr": rate.double() if counts else rate}
+            numbers: list[Number] = [*self.formula.numbers(group, step)]
+            if fit is not None:
+                for place, neutral in enumerate(self.formula.neutral(group)):
+                    if neutral is not None:
+                        numbers[place] = torch.where(fit, numbers[place], neutral)
+            scalars.append(numbers)
+        return scalars
+
+    def split(self, numbers: Tensor) -> list[Sequence[Tensor]]:
+        """Scalars of the formula for each bucket, from those of all buckets in order."""
+        widths = [len(self.formula.numbers(bucket.group, 1)) for bucket in self._all]
+        return [part.unbind() for part in numbers.split(widths)]
+
     def apply(
         self,
         trained: dict[str, Tensor],
         gradients: dict[str, Tensor],
         states: dict[tuple[str, str], Tensor],
-        numbers: Tensor,
+        scalars: Sequence[Sequence[Number]],
     ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
-        """Return new parameters and new optimizer states; `numbers` are the scalars of one update."""
+        """Return new parameters and new optimizer states; `scalars` of the formula, for each bucket."""
         new_trained = dict(trained)
         new_states = dict(states)
-        start = 0
-        for bucket in self._all:
-            width = len(self.formula.numbers(bucket.group, 1))
-            scalars = numbers[start : start + width].unbind()
-            start += width
+        for bucket, numbers in zip(self._all, scalars, strict=True):
             for name in bucket.names:
                 p = trained[name]
                 wide = torch.promote_types(p.dtype, torch.float32)  # 0.999 rounds to 1 in bfloat16
                 state = {key: tensor.to(wide) for (owner, key), tensor in states.items() if owner == name}
                 new, new_state = self.formula.apply(
-                    bucket.group, p.to(wide), gradients[name].to(wide), state, [number.to(wide) for number in scalars]
+                    bucket.group, p.to(wide), gradients[name].to(wide), state, [_cast(n, wide) for n in numbers]
                 )
                 new_trained[name] = new.to(p.dtype)
                 for key, tensor in new_state.items():
@@ -250,6 +331,10 @@ class OptimBuckets:
     def counters(self) -> list[list[Any]]:
         """Views of the step counters of each bucket; within a bucket they must stay equal."""
         return [[cell for cell, _ in bucket.counters] for bucket in self._all]
+
+
+def _cast(number: Number, dtype: torch.dtype) -> Number:
+    return number.to(dtype) if isinstance(number, Tensor) else number
 
 
 # ctypes views of small CPU tensors avoid the microseconds of tensor indexing.

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, strided
-from torch.autograd.graph import increment_version
 
 from samplewise.core.batches import PLAIN, is_whole, leaves
 from samplewise.step.compiled import CannotCompile, inductor
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
 from samplewise.step.compiled.optim import raw_view
-from samplewise.step.compiled.replay import CHUNK, KernelReplay, record
+from samplewise.step.compiled.replay import KernelReplay, record
 from samplewise.step.compiled.tracing import Tensors
 from samplewise.step.compiled.update_fn import CompiledUpdate, Inputs
 from samplewise.transforms.stats import SampleStats
@@ -31,6 +30,7 @@ class Program:
         self.update = update
         buckets = update.buckets
         width = 0 if buckets is None else buckets.width
+        self._ages = buckets is not None and buckets.formula.ages  # each update has scalars of its own
         self._cells = [
             torch.zeros(1, dtype=torch.int64),
             torch.zeros(1, dtype=torch.float64),
@@ -76,13 +76,17 @@ class Program:
         batch = [t.detach() for t in self._batch]  # distinct objects, in case a tensor occurs twice
         recorded = record(self._run, self._bound, batch) if self.update.buckets is not None else None
         if recorded is not None and self.update.checks:
-            self._recording = KernelReplay(*recorded, self._cells, batch)
+            samples = self.update.samples
+            self._recording = KernelReplay(*recorded, self._cells, batch, samples=samples, ages=self._ages)
+            self._numbers = self._recording.numbers
+            self._hyperparameter_version = -1
 
     def _compile(self, inputs: Inputs, tensors: Tensors) -> inductor.Compiled:
         def updates(*flat: Tensor) -> tuple[Tensor, ...]:
             return self.update(inputs.like(flat))
 
-        graph = inductor.trace_functional(updates, inputs.flat(), DECOMPOSITIONS)
+        table = inductor.compiler_decompositions(DECOMPOSITIONS)
+        graph = inductor.trace_functional(updates, inputs.flat(), table)
         results = [node.meta.get("val") for node in graph.graph.nodes if node.op != "placeholder"]
         largest = max((t.numel() for t in results if isinstance(t, Tensor)), default=0)
         work = max(largest, sum(p.numel() for p in tensors.trained.values()))
@@ -114,13 +118,10 @@ class Program:
         Returns None if the update was not finite or had an index out of range. `hyperparameter_version` identifies the
         hyperparameters of the optimizer: the scalars are written again when it changes.
         """
-        buckets = self.update.buckets
         if self._recording is not None:
             return self._replay(self._recording, start, hyperparameter_version)
         self._start[0] = start
-        if buckets is not None and (hyperparameter_version != self._hyperparameter_version or buckets.formula.ages):
-            self._numbers[:] = buckets.numbers()
-            self._hyperparameter_version = hyperparameter_version
+        self._write_numbers(1, hyperparameter_version)
         random_state = torch.get_rng_state() if self.update.backward.draws else None
         try:
             results = self._run([*self._bound, *self._batch])
@@ -131,41 +132,43 @@ class Program:
             if random_state is not None:
                 torch.set_rng_state(random_state)
             return None
-        if buckets is not None and buckets.formula.ages:
-            buckets.advance(1)
-        increment_version(self._changed)
+        self._count(1)
         return results
 
     def _replay(self, recording: KernelReplay, start: int, hyperparameter_version: int) -> Sequence[Tensor] | None:
-        buckets = self.update.buckets
-        assert buckets is not None
-        if hyperparameter_version != self._hyperparameter_version or buckets.formula.ages:
-            recording.numbers[: buckets.width] = buckets.numbers()
-            self._hyperparameter_version = hyperparameter_version
+        self._write_numbers(1, hyperparameter_version)
         if not self._views:
             columns = recording.fresh_columns()
             self._views = [*zip(*(column.unbind() for column in columns), strict=True)][::-1]
-        if not recording(start, self.update.samples, 1, CHUNK - len(self._views)):
+        if not recording(start, 1):
             return None
-        if buckets.formula.ages:
-            buckets.advance(1)
-        increment_version(self._changed)
+        self._count(1)
         return self._views.pop()
 
-    def many(self, start: int, updates: int) -> tuple[int, Sequence[Tensor]]:
+    def many(self, start: int, updates: int, hyperparameter_version: int) -> tuple[int, Sequence[Tensor]]:
         """Run up to CHUNK updates; return the number run before a non-finite one, and their per-sample results."""
-        recording, buckets = self._recording, self.update.buckets
-        assert recording is not None and buckets is not None
-        numbers = buckets.numbers(updates)
-        recording.numbers[: len(numbers)] = numbers
-        self._hyperparameter_version = -1
+        recording = self._recording
+        assert recording is not None
+        self._write_numbers(updates, hyperparameter_version)
         self._views = []
         columns = recording.fresh_columns()
-        count = recording(start, self.update.samples, updates, 0)
-        if buckets.formula.ages:
-            buckets.advance(count)
-        increment_version(self._changed)
+        count = recording(start, updates)
+        self._count(count)
         return count, [column[:count].flatten(0, 1) for column in columns]
+
+    def _write_numbers(self, updates: int, hyperparameter_version: int) -> None:
+        """Write the scalars of the next `updates` updates."""
+        buckets = self.update.buckets
+        if buckets is not None and (self._ages or hyperparameter_version != self._hyperparameter_version):
+            numbers = buckets.numbers(updates if self._ages else 1)
+            self._numbers[: len(numbers)] = numbers
+            self._hyperparameter_version = hyperparameter_version
+
+    def _count(self, updates: int) -> None:
+        """Count updates that have been made: in the optimizer's step counters, and in the versions of tensors."""
+        if self.update.buckets is not None and self._ages:
+            self.update.buckets.advance(updates)
+        inductor.increment_version(self._changed)
 
     @property
     def can_make_many(self) -> bool:

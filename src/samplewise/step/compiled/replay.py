@@ -32,16 +32,25 @@ class KernelReplay:
     """Recorded call `run(inputs)`; the last inputs are the batch, which is read from the row stored in a cell."""
 
     def __init__(
-        self, calls: Sequence[Call], results: Sequence[Tensor], small: Sequence[Tensor], batch: Sequence[Tensor]
+        self,
+        calls: Sequence[Call],
+        results: Sequence[Tensor],
+        small: Sequence[Tensor],
+        batch: Sequence[Tensor],
+        *,
+        samples: int,
+        ages: bool,
     ):
-        """`small`: tensors for first row, flag and scalars, which the loop writes and reads."""
+        """`small`: tensors for first row, flag and scalars, which the loop writes and reads. `samples`: of an update.
+        `ages`: each update has scalars of its own.
+        """
         # The job holds addresses of these tensors and kernels, so they are kept alive here.
         self._calls = calls
         self._results = results
         self._small = small
         self._drive = inductor.load_c(_source(calls)).drive
         self._drive.restype = ctypes.c_int64
-        self._drive.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+        self._drive.argtypes = [ctypes.c_void_p]  # only one, because converting each takes longer than a small update
         self._handles = Handles()
         # Arguments of a call: handles for a library call, addresses for a kernel.
         self._blocks = [
@@ -54,12 +63,13 @@ class KernelReplay:
         for block, (_, tensors) in zip(self._blocks, calls, strict=True):
             for k, tensor in enumerate(tensors):
                 self._holes += [(block, k, b) for b, data in enumerate(batch) if tensor is data]
-        self.table = torch.zeros(CHUNK, small[2].numel(), dtype=torch.float64)  # scalars of the next updates
-        self.numbers = raw_view(self.table)
+        self._table = torch.zeros(CHUNK if ages else 1, small[2].numel(), dtype=torch.float64)
+        self.numbers = raw_view(self._table)  # scalars of the next updates
         self._columns: list[Tensor] = []
-        self._job = self._make_job()
+        self._start = raw_view(small[0])
+        self._job = self._make_job(samples, ages)
 
-    def _make_job(self) -> Any:
+    def _make_job(self, samples: int, ages: bool) -> Any:
         start, flag, numbers = self._small
         count = len(self._results)
         self._sizes = (ctypes.c_int64 * count)(*(t.nbytes for t in self._results))
@@ -71,8 +81,10 @@ class KernelReplay:
         job.start = start.data_ptr()
         job.flag = flag.data_ptr()
         job.numbers = numbers.data_ptr()
-        job.table = self.table.data_ptr()
+        job.table = self._table.data_ptr()
         job.width = numbers.numel()
+        job.stride = numbers.numel() if ages else 0
+        job.samples = samples
         job.results = count
         for name in ("sizes", "sources", "targets", "kernels", "arguments"):
             setattr(job, name, ctypes.addressof(getattr(self, f"_{name}")))
@@ -88,15 +100,17 @@ class KernelReplay:
         """Allocate tensors (CHUNK, ...) for the results of the next updates, one row per update."""
         self._columns = [torch.empty(CHUNK, *t.shape, dtype=t.dtype) for t in self._results]
         self._targets[:] = [column.data_ptr() for column in self._columns]
+        self._job.row = 0
         return self._columns
 
-    def __call__(self, start: int, step: int, updates: int, row: int) -> int:
-        """Run updates that start at rows `start`, `start + step`, ... of the batch.
+    def __call__(self, start: int, updates: int) -> int:
+        """Run updates of the samples from row `start` of the batch on; their results are the next rows of the columns.
 
-        Results are written to the columns from `row` on. Returns the number of updates run before one was not finite or
-        had an index out of range.
+        Returns the number of updates run before one was not finite or had an index out of range.
         """
-        return self._drive(self._address, start, step, updates, row)
+        self._start[0] = start
+        self._job.updates = updates
+        return self._drive(self._address)
 
 
 class Job(ctypes.Structure):
@@ -104,7 +118,7 @@ class Job(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("start", "flag", "numbers", "table")),
-        *((name, ctypes.c_int64) for name in ("width", "results")),
+        *((name, ctypes.c_int64) for name in ("width", "stride", "samples", "updates", "row", "results")),
         *((name, ctypes.c_void_p) for name in ("sizes", "sources", "targets", "kernels", "arguments")),
     ]
 
@@ -189,7 +203,7 @@ SOURCE = r"""
 
 struct Job {
     int64_t* start; double* flag; double* numbers; const double* table;
-    int64_t width, results;
+    int64_t width, stride, samples, updates, row, results;
     const int64_t* sizes; const char** sources; char** targets; void** kernels; void*** arguments;
 };
 
@@ -199,11 +213,10 @@ static bool finite(const double* number) {  // by its bits: the compiler may be 
     return ((bits >> 52) & 0x7ff) != 0x7ff;
 }
 
-extern "C" int64_t drive(Job* job, int64_t start, int64_t step, int64_t updates, int64_t row) {
+extern "C" int64_t drive(Job* job) {
     void*** arguments = job->arguments;
-    for (int64_t u = 0; u < updates; u++) {
-        *job->start = start + u * step;
-        memcpy(job->numbers, job->table + u * job->width, job->width * 8);
+    for (int64_t u = 0; u < job->updates; u++, job->row++, *job->start += job->samples) {
+        memcpy(job->numbers, job->table + u * job->stride, job->width * 8);
         try {
             CALLS
         } catch (...) {  // an index out of range: nothing has been written yet
@@ -211,9 +224,9 @@ extern "C" int64_t drive(Job* job, int64_t start, int64_t step, int64_t updates,
         }
         if (!finite(job->flag)) return u;
         for (int64_t r = 0; r < job->results; r++)
-            memcpy(job->targets[r] + (row + u) * job->sizes[r], job->sources[r], job->sizes[r]);
+            memcpy(job->targets[r] + job->row * job->sizes[r], job->sources[r], job->sizes[r]);
     }
-    return updates;
+    return job->updates;
 }
 """
 

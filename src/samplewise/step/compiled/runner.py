@@ -23,7 +23,7 @@ from samplewise.step.compiled.program_cache import ProgramCache
 from samplewise.step.compiled.replay import CHUNK
 from samplewise.step.config import StepConfig
 from samplewise.step.update import Outcome, Update
-from samplewise.step.window import BatchCursor, record_columns
+from samplewise.step.window import BatchColumns, BatchCursor, record_columns
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.stats import SampleStats
 
@@ -282,105 +282,74 @@ class CompiledRunner:
     # --- running compiled code -------------------------------------------------------------------------------------
 
     def _compiled_updates(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
-        """Make as many updates as possible with compiled code; with `blocks`, several at once."""
+        """Make updates with compiled code, until the batch is used up or the next update must be uncompiled. `blocks`:
+        up to CHUNK updates at once, between which the caller runs no code.
+        """
         builder = self.builder
+        config = builder.config
+        norms = builder.record_norms
+        scheduler = self.applier.scheduler
         self.evaluator.trained.refresh()
         self.evaluator.trained.clear()
-        for update in self._blocks(cursor) if blocks else self._one_by_one(cursor):
+        size = config.samples or cursor.left
+        end = cursor.rows or 0
+        program = self.cache.get(cursor, size)
+        if program is None:
+            return
+        several = blocks and program.can_make_many and scheduler is None and not config.recheck
+        may_change = not blocks or scheduler is not None or program.update.buckets is None
+        while cursor.consumed + size <= end and not (config.recheck and builder.recheck.due(builder.counters.updates)):
+            limit = min((end - cursor.consumed) // size, CHUNK) if several else 1
+            update = self._run(program, cursor, limit)
+            if update is None:
+                return
             self._compiled = True
             if cursor.empty:
                 builder.cursor = None
             yield update
-            if builder.cursor is not cursor or builder.window.open:
+            if update._updates < limit or builder.cursor is not cursor or builder.window.open:
+                return
+            if builder.config is not config or builder.record_norms != norms:
+                return
+            if may_change and not self.cache.guards_hold():
                 return
 
-    def _one_by_one(self, cursor: BatchCursor) -> Iterator[Update]:
-        """Run compiled updates one by one, until the batch is used up or the next update must be uncompiled."""
-        builder = self.builder
-        config = builder.config
-        norms = builder.record_norms
-        size = config.samples or cursor.left
-        last = (cursor.rows or 0) - size
-        program = self.cache.get(cursor, size)
-        while program is not None and cursor.consumed <= last and not (config.recheck and self._recheck_due()):
-            update = self._run(program, cursor)
-            if update is None:
-                return
-            yield update
-            if builder.config is not config or builder.record_norms != norms or not self.cache.guards_hold():
-                return
-
-    def _blocks(self, cursor: BatchCursor) -> Iterator[Update]:
-        """Run compiled updates in blocks of up to CHUNK; the caller runs no code between the updates of a block."""
-        size = self.builder.config.samples or cursor.left
-        end = cursor.rows or 0
-        program = self.cache.get(cursor, size)
-        scheduler = self.applier.scheduler
-        several = program is not None and program.can_make_many and scheduler is None and not self.config.recheck
-        may_change = scheduler is not None or (program is not None and program.update.buckets is None)
-        while program is not None and cursor.consumed + size <= end and not self._recheck_due():
-            limit = min((end - cursor.consumed) // size, CHUNK) if several else 1
-            if limit > 1:
-                started = perf_counter()
-                rates = self.applier.rates()
-                count, results = program.many(cursor.consumed, limit)
-                update = self._count(program, cursor, count, results, rates, started) if count else None
-            else:
-                count = 1
-                update = self._run(program, cursor)
-            if update is None:  # the next update is not finite; nothing has changed
-                return
-            yield update
-            if count < limit or (may_change and not self.cache.guards_hold()):
-                return
-
-    def _recheck_due(self) -> bool:
-        """True if the next update is rechecked, which compiled code cannot do."""
-        return bool(self.config.recheck) and self.builder.recheck.due(self.builder.counters.updates)
-
-    def _run(self, program: Program, cursor: BatchCursor) -> Update | None:
-        """Make one update; None if it is not finite, in which case nothing has changed."""
+    def _run(self, program: Program, cursor: BatchCursor, limit: int) -> Update | None:
+        """Make up to `limit` updates, up to the first one that is not finite, and return them as one; None if there are
+        none, in which case nothing has changed.
+        """
         started = perf_counter()
+        builder = self.builder
+        counters = builder.counters
         version = self.cache.hyperparameter_version
         if version != self._rates_version:
             self._rates_version = version
             self._rates = self.applier.rates()
         if program.copies:
             program.copy_again()
-        results = program(cursor.consumed, version)
-        if results is None:
+        start = cursor.consumed
+        results: Sequence[Tensor] | None
+        if limit > 1:
+            updates, results = program.many(start, limit, version)
+        else:
+            updates, results = 1, program(start, version)
+        if results is None or updates == 0:
             return None
         if program.update.buckets is None:
             program.write_gradients(results)
             self.applier.optimizer.step()
-        rates = self._rates
         if self.applier.scheduler is not None:
             self.applier.scheduler.step()
-        return self._count(program, cursor, 1, results, rates, started)
-
-    def _count(
-        self,
-        program: Program,
-        cursor: BatchCursor,
-        updates: int,
-        results: Sequence[Tensor],
-        rates: list[Any],
-        started: float,
-    ) -> Update:
-        """Count the `updates` that a program has made of the next samples, and return them as one."""
-        builder = self.builder
-        counters = builder.counters
-        start = cursor.consumed
         cursor.skip(updates * program.update.samples)
-        columns = []
+        columns: Sequence[BatchColumns] = ()
         if builder.columns:
             rows = slice(start, cursor.consumed)
             columns = [record_columns(cursor.batch, builder.columns, counters.epochs, rows)]
         samples = program.count * updates
         norm = program.norm()
-        outcome = Outcome(False, rates, lambda: torch.tensor(norm, dtype=torch.float64))
+        outcome = Outcome(False, self._rates, lambda: torch.tensor(norm, dtype=torch.float64))
         update = Update(counters.updates, samples, outcome, [program.stats(results)], columns, updates=updates)
-        update.phases = {"compiled": perf_counter() - started}
+        update.phases["compiled"] = perf_counter() - started
         counters.updates += updates
         counters.microbatches += updates
         counters.samples += samples

@@ -109,10 +109,15 @@ class Backward:
 
 
 def trace_backward(
-    accumulator: PlainAccumulator | WeightedAccumulator, tensors: Tensors, microbatch: Any, divisor: float | None
+    accumulator: PlainAccumulator | WeightedAccumulator,
+    tensors: Tensors,
+    microbatch: Any,
+    divisor: float | None,
+    decompositions: inductor.Decompositions | None = None,
 ) -> Backward:
     """Trace the accumulation of one window; `microbatch` is an example of its samples. divisor: of the gradient
-    sums; None: the denominator of the window. The accumulator is not used afterwards.
+    sums; None: the denominator of the window. decompositions: None: those of compiled updates. The accumulator is not
+    used afterwards.
     """
     evaluator = accumulator.evaluator
     layout: dict[str, Any] = {}
@@ -139,7 +144,7 @@ def trace_backward(
     # contiguous, as in compiled calls
     data = [leaf.contiguous() for leaf in leaves(microbatch) if isinstance(leaf, Tensor)]
     examples = [t.detach() for t in (*tensors.trained.values(), *tensors.untrained, *data)]
-    graph = inductor.trace(run, examples, DECOMPOSITIONS)
+    graph = inductor.trace(run, examples, decompositions or inductor.compiler_decompositions(DECOMPOSITIONS))
     backward = Backward(
         graph,
         list(tensors.trained),

@@ -80,7 +80,8 @@ class CompiledUpdate:
         flag.copy_(size.reshape(1))
         after = before._replace(untrained=untrained)
         if self.buckets is not None:
-            after = Values(*self.buckets.apply(before.trained, gradients, states, numbers), untrained)
+            scalars = self.buckets.split(numbers)
+            after = Values(*self.buckets.apply(before.trained, gradients, states, scalars), untrained)
         self._write(before, after, size)
         return (*stats, *(gradients.values() if self.buckets is None else ()))
 
