@@ -11,6 +11,7 @@
     ├── TransformError          invalid composition of transforms, or a result that is not one coefficient per sample
     ├── DistributedError        ranks disagree, a collective failed, or another rank failed
     ├── CheckpointError         a checkpoint cannot be written or read
+    ├── ExportError             an update cannot be exported, or the exported file does not equal it
     ├── PrivacyError            a private step cannot keep its guarantee
     ├── StoreError              a store of projections is damaged, or does not match the request
     └── LedgerError             a ledger cannot be written or read, or an update lacks required ids or columns
@@ -79,6 +80,10 @@ class DistributedError(SamplewiseError, RuntimeError):
 
 class CheckpointError(SamplewiseError):
     """A checkpoint cannot be written, or it is truncated, corrupt, of another format version, or not a checkpoint."""
+
+
+class ExportError(SamplewiseError):
+    """The updates of a step cannot be exported, or an exported file does not equal them."""
 
 
 class PrivacyError(SamplewiseError, ValueError):

@@ -24,6 +24,7 @@ from samplewise.errors import BatchError as BatchError
 from samplewise.errors import CheckpointError as CheckpointError
 from samplewise.errors import CheckpointWarning as CheckpointWarning
 from samplewise.errors import DistributedError as DistributedError
+from samplewise.errors import ExportError as ExportError
 from samplewise.errors import GraphError as GraphError
 from samplewise.errors import LedgerError as LedgerError
 from samplewise.errors import LedgerWarning as LedgerWarning
@@ -39,6 +40,8 @@ from samplewise.errors import SamplewiseError as SamplewiseError
 from samplewise.errors import StoreError as StoreError
 from samplewise.errors import TrainingWarning as TrainingWarning
 from samplewise.errors import TransformError as TransformError
+from samplewise.export.export import export_update as export_update
+from samplewise.export.runtime import load_update as load_update
 from samplewise.ledger.files import read_ledger as read_ledger
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.ledger.sample_ids import Indexed as Indexed

@@ -1,0 +1,147 @@
+"""ExecuTorch programs (.pte): methods update, predict, get_state and set_state that share mutable buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.export.graph import Method, UpdateProgram
+from samplewise.export.simplify import simplify
+from samplewise.export.summary import Memory, metadata
+from samplewise.step.compiled.decompositions import attention, attention_backward
+
+STATE_METHODS = ("get_state", "set_state")
+ACTIVATIONS, SHARED = 1, 2  # memory arenas of ExecuTorch: intermediate results, and buffers that methods share
+
+
+def require() -> None:
+    """Raise ImportError, with the command that installs it, unless executorch can be imported."""
+    try:
+        import executorch.exir  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"a .pte file needs executorch: pip install 'samplewise[export]' (found: {error})") from None
+
+
+def decompositions() -> dict[Any, Any]:
+    """Decompositions to the operations that ExecuTorch has kernels for."""
+    from torch._decomp import core_aten_decompositions
+
+    aten = torch.ops.aten
+    return {
+        **core_aten_decompositions(),
+        aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    }
+
+
+def max_pool2d_backward(
+    g: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    """Sum of gradients by index. The kernel of ExecuTorch 1.5.1 for this operation returns wrong values."""
+    planes = torch.zeros_like(x).flatten(-2)
+    return planes.scatter_add(-1, indices.flatten(-2), g.flatten(-2)).view(x.shape)
+
+
+def write(program: UpdateProgram, path: Path) -> tuple[Memory, list[str]]:
+    """Write the program to a file; return its memory and the operators that it needs."""
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge
+    from executorch.exir.passes import MemoryPlanningPass
+
+    simplify(program.update.graph, scaled_sums=True)
+    modules: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
+        "update": (StatefulMethod(program, program.update), tuple(program.update.inputs.values())),
+        "get_state": (GetState(program), ()),
+        "set_state": (SetState(program), tuple(t.clone() for t in program.state.values())),
+    }
+    if program.predict is not None:
+        modules["predict"] = (StatefulMethod(program, program.predict), tuple(program.predict.inputs.values()))
+    with torch.no_grad():
+        exported = {name: torch.export.export(module, args, strict=False) for name, (module, args) in modules.items()}
+        facts = torch.tensor(list(metadata(program).encode()), dtype=torch.uint8)
+        edge = to_edge(
+            exported,
+            constant_methods={"metadata": facts},
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        # Without their initial values, the buffers of a loaded program are uninitialized memory. If several methods had
+        # them, loading one of them after an update would reset the state.
+        for node in edge.exported_program("update").graph.find_nodes(op="placeholder"):
+            node.meta["et_init_buffer"] = node.name.startswith("b_state_")
+        planning = MemoryPlanningPass(share_mutable_buffers=True)
+        result = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
+    path.write_bytes(result.buffer)
+    plans = result.executorch_program.execution_plan
+    sizes = [[*plan.non_const_buffer_sizes, 0, 0] for plan in plans]
+    mutable = sum(t.nbytes for t in program.state.values())
+    memory = Memory(
+        constant=sum(t.nbytes for t in program.constants.values()),
+        mutable=max(size[SHARED] for size in sizes) or mutable,
+        scratch=max(size[ACTIVATIONS] for size in sizes),
+    )
+    operators = {f"{op.name}.{op.overload}".rstrip(".") for plan in plans for op in plan.operators}
+    return memory, sorted(operators)
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+class State(nn.Module):
+    """Base of the methods: buffers state_0, state_1, ..., which have the same names in all of them."""
+
+    def __init__(self, program: UpdateProgram):
+        super().__init__()
+        self.names = [f"state_{k}" for k in range(len(program.state))]
+        for name, tensor in zip(self.names, program.state.values(), strict=True):
+            self.register_buffer(name, tensor)
+
+    def read(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.names]
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        for tensor, new in zip(self.read(), values, strict=True):
+            tensor.copy_(new)
+
+
+class StatefulMethod(State):
+    """Method that reads the state and, if it returns a new one, writes it."""
+
+    def __init__(self, program: UpdateProgram, method: Method):
+        super().__init__(program)
+        self.method = method
+        self.constants = [f"constant_{k}" for k in range(len(program.constants))]
+        for name, tensor in zip(self.constants, program.constants.values(), strict=True):
+            self.register_buffer(name, tensor)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        results = self.method(self.read(), [getattr(self, name) for name in self.constants], *inputs)
+        count = len(self.method.outputs)
+        if len(results) > count:
+            self.write(results[count:])
+        return tuple(results[:count])
+
+
+class GetState(State):
+    """All tensors of the state, in the order of `UpdateProgram.state`."""
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for tensor in self.read())
+
+
+class SetState(State):
+    """Replace all tensors of the state."""
+
+    def forward(self, *values: Tensor) -> Tensor:
+        self.write(values)
+        return torch.ones(1)
