@@ -21,7 +21,10 @@ from samplewise.attribution import evaluate
 from samplewise.audit.audit import Audit
 from samplewise.audit.comparison import Comparison
 from samplewise.audit.findings import Finding
+from samplewise.export.export import ExportedUpdate
+from samplewise.export.runtime import LoadedUpdate
 from samplewise.loop import callbacks, events, loggers
+from samplewise.online import OnlineUpdate, StreamTotals
 from samplewise.privacy.audit import PrivacyAudit
 from samplewise.privacy.privacy import PrivacyMeter, Spent
 from samplewise.step.update import Totals
@@ -36,6 +39,8 @@ SECTIONS = {
     "Loops without a step": ["backward", "BackwardResult"],
     "Training steps": ["Step", "Update", "per", "auto", "batch_constants", "sgd"],
     "Audit of training loops": ["audit"],
+    "Online learning": ["Online"],
+    "Export of updates": ["export_update", "load_update"],
     "Transforms": [
         "chain",
         "clip",
@@ -55,6 +60,8 @@ SECTIONS = {
 }
 RESULTS = {
     "Training steps": [Totals],
+    "Online learning": [OnlineUpdate, StreamTotals],
+    "Export of updates": [ExportedUpdate, LoadedUpdate],
     "Audit of training loops": [Audit, Finding, Comparison],
     "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],

@@ -31,6 +31,8 @@ NAVIGATION = {
         "ledger",
         "report",
         "compile",
+        "online",
+        "export",
         "distributed",
         "accelerators",
         "command-line",

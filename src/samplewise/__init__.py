@@ -28,6 +28,7 @@ __all__ = [
     "NoiseScale",
     "NonFiniteGradientError",
     "NonFiniteLossError",
+    "Online",
     "ParameterError",
     "Privacy",
     "PrivacyError",

@@ -51,6 +51,7 @@ from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpo
 from samplewise.loop.data.sharding import already_sharded as already_sharded
 from samplewise.loop.stopping import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer
+from samplewise.online.online import Online as Online
 from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy
 from samplewise.scan import scan as scan
