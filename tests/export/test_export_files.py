@@ -156,6 +156,7 @@ def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["update.pte"]
 
 
+@pytest.mark.slow
 def test_a_small_error_of_the_optimizer_is_found(tmp_path, monkeypatch):
     """A momentum of 0.9001 instead of 0.9."""
     step = classifier()
@@ -287,6 +288,7 @@ def check_file(step, path, example, batches, tolerance=1e-5):
     return loaded
 
 
+@pytest.mark.slow
 def test_aotinductor_package(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(6, 2)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samplewise.export.decompositions import decompositions as decompositions
 from samplewise.export.graph import Method, UpdateProgram
 from samplewise.export.simplify import simplify
 from samplewise.export.summary import Memory, metadata
-from samplewise.step.compiled.decompositions import attention, attention_backward
 
 STATE_METHODS = ("get_state", "set_state")
 ACTIVATIONS, SHARED = 1, 2  # memory arenas of ExecuTorch: intermediate results, and buffers that methods share
@@ -24,34 +23,6 @@ def require() -> None:
         import executorch.exir  # noqa: F401
     except ImportError as error:
         raise ImportError(f"a .pte file needs executorch: pip install 'samplewise[export]' (found: {error})") from None
-
-
-def decompositions() -> dict[Any, Any]:
-    """Decompositions to the operations that ExecuTorch has kernels for."""
-    from torch._decomp import core_aten_decompositions
-
-    aten = torch.ops.aten
-    return {
-        **core_aten_decompositions(),
-        aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
-        aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
-    }
-
-
-def max_pool2d_backward(
-    g: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: Tensor,
-) -> Tensor:
-    """Sum of gradients by index. The kernel of ExecuTorch 1.5.1 for this operation returns wrong values."""
-    planes = torch.zeros_like(x).flatten(-2)
-    return planes.scatter_add(-1, indices.flatten(-2), g.flatten(-2)).view(x.shape)
 
 
 def write(program: UpdateProgram, path: Path) -> tuple[Memory, list[str]]:

@@ -1,0 +1,144 @@
+"""Decompositions to operations that the kernels of ExecuTorch compute correctly and fast.
+
+A convolution of one image is a matrix product: the image is gathered into patches by an index that is a constant of the
+file. ExecuTorch's own kernels of convolutions, and above all of their backward pass, are loops over single elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from samplewise.step.compiled.decompositions import attention, attention_backward
+
+aten = torch.ops.aten
+
+
+def decompositions() -> dict[Any, Any]:
+    """Decompositions to ATen's core operations, with those of this module."""
+    from torch._decomp import core_aten_decompositions
+
+    return {
+        **core_aten_decompositions(),
+        aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+        aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
+        aten.convolution.default: convolution,
+        aten.convolution_backward.default: convolution_backward,
+    }
+
+
+def max_pool2d_backward(
+    g: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    """Sum of gradients by index. The kernel of ExecuTorch 1.5.1 for this operation returns wrong values."""
+    planes = torch.zeros_like(x).flatten(-2)
+    return planes.scatter_add(-1, indices.flatten(-2), g.flatten(-2)).view(x.shape)
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    if not _is_one_image(x, transposed, groups):
+        return NotImplemented
+    places = _places(x.shape[2:], weight.shape[2:], stride, padding, dilation)
+    result = weight.flatten(1) @ _gather(x.flatten(2)[0], places)
+    result = result if bias is None else result + bias.unsqueeze(1)
+    return result.view(1, len(weight), *_output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation))
+
+
+def convolution_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    if not _is_one_image(x, transposed, groups):
+        return NotImplemented
+    places = _places(x.shape[2:], weight.shape[2:], stride, padding, dilation)
+    g = g.flatten(2)[0]  # (outputs, places)
+    grad_x = grad_weight = grad_bias = None
+    if output_mask[0]:
+        readers = _readers(places, x.shape[2] * x.shape[3])
+        transposed_weight = weight.transpose(0, 1).reshape(weight.shape[1], -1)  # (inputs, outputs × kernel)
+        grad_x = (transposed_weight @ _gather(g, readers)).view(x.shape)
+    if output_mask[1]:
+        patches = _gather(x.flatten(2)[0], places)
+        grad_weight = (patches @ g.t()).t().reshape(weight.shape)
+    if output_mask[2]:
+        grad_bias = g.sum(1)
+    return grad_x, grad_weight, grad_bias
+
+
+def _is_one_image(x: Tensor, transposed: bool, groups: int) -> bool:
+    return x.dim() == 4 and len(x) == 1 and groups == 1 and not transposed and x.is_floating_point()
+
+
+def _output_size(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    return [(size[k] + 2 * padding[k] - dilation[k] * (kernel[k] - 1) - 1) // stride[k] + 1 for k in (0, 1)]
+
+
+def _places(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Index (kernel, outputs) of the pixel that each output reads; the number of pixels where that is padding."""
+    outputs = _output_size(size, kernel, stride, padding, dilation)
+    with _disable_current_modes():  # a constant: not traced
+        lines = []
+        for k in (0, 1):
+            offsets = torch.arange(kernel[k]) * dilation[k] - padding[k]
+            line = offsets[:, None] + torch.arange(outputs[k]) * stride[k]
+            lines.append(torch.where((line >= 0) & (line < size[k]), line, -1))
+        rows, columns = lines[0][:, None, :, None], lines[1][None, :, None, :]
+        index = torch.where((rows >= 0) & (columns >= 0), rows * size[1] + columns, size[0] * size[1])
+        return index.reshape(kernel[0] * kernel[1], -1)
+
+
+def _readers(places: Tensor, pixels: int) -> Tensor:
+    """Index (kernel, pixels) of the output that reads each pixel; the number of outputs where there is none."""
+    with _disable_current_modes():
+        kernel, outputs = places.shape
+        index = torch.full((kernel, pixels + 1), outputs)
+        index.scatter_(1, places, torch.arange(outputs).expand(kernel, -1))
+        return index[:, :pixels].contiguous()
+
+
+def _gather(planes: Tensor, index: Tensor) -> Tensor:
+    """Patches (channels × kernel, places) of planes (channels, pixels); an index beyond the last pixel reads zero."""
+    with _disable_current_modes():
+        reads_beyond = int(index.max()) == planes.shape[1]
+        flat = index.flatten()
+    if reads_beyond:
+        planes = torch.cat([planes, planes.new_zeros(len(planes), 1)], 1)
+    return planes.index_select(1, flat).view(-1, index.shape[1])
