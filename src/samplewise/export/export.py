@@ -100,7 +100,8 @@ def export_update(
     """
     target = Path(path)
     writer = _format_of(target)
-    writer.require()
+    with _quietly():
+        writer.require()
     formula = _check_step(step)
     _check_example(step, example)
     forward = _forward(predict, example)
@@ -258,7 +259,7 @@ def _refusals() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Ignore warnings of tracer, exporter and compiler."""
+    """Ignore warnings of tracer, exporter and compiler, and of their imports."""
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         yield
