@@ -371,6 +371,16 @@ def queue():
     return scaled(lambda: values[-1]), values.append
 
 
+def empty_list():
+    values = []
+    return scaled(lambda: sum(values, 1.0)), values.append
+
+
+def empty_dict():
+    values = {}
+    return scaled(lambda: values.get("scale", 1.0)), lambda v: values.update(scale=v)
+
+
 def long_list():
     values = [1.0] * 500
     return scaled(lambda: values[321]), lambda v: values.__setitem__(321, v)
@@ -882,8 +892,8 @@ CASES = {
             class_attribute, class_attribute_hidden, attribute_by_name, attribute_by_dict, new_attribute,
             cached_property, method_of_object_in_closure, environment, environment_function, module_variable,
             nested_in_module, object_in_module, imported_in_the_function, global_by_function, global_nested, dataclass,
-            slots, queue, long_list, long_dict, read_only_view, enumeration, weak_reference, weak_proxy,
-            context_variable, thread_local, cached_function, lambda_in_lambda, decorated, decorated_by_torch,
+            slots, queue, empty_list, empty_dict, long_list, long_dict, read_only_view, enumeration, weak_reference,
+            weak_proxy, context_variable, thread_local, cached_function, lambda_in_lambda, decorated, decorated_by_torch,
             chain_of_functions, function_in_a_dict, made_by_the_loss_function, static_and_class_methods, descriptor,
             attribute_function, user_dict,
             class_replaced, method_replaced, method_of_an_object_without_attributes, asked_for_an_attribute,

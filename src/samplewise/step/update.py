@@ -24,7 +24,7 @@ class Outcome:
 
     skipped: bool
     lr: list[Any]  # one for each of the optimizer's parameter groups
-    norm: Callable[[], Tensor]
+    norm: Callable[[], Tensor | float]
     flag: SkipFlag | None = None  # set if the device decides whether the update is skipped
     scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
     norm_is_known: bool = True  # False: the norm is computed from the gradients when it is read

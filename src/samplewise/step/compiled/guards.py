@@ -11,7 +11,7 @@ import inspect
 import random
 import sys
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -237,9 +237,19 @@ class Expression:
             self.add("{}[" + repr(key) + "]", container)
 
     def contents(self, container: Any) -> None:
+        """Guard the items of a container, and their order."""
+        kind = type(container)
+        if kind in (tuple, frozenset):
+            return  # they cannot change; variables that refer to them are guarded
+        if kind in (dict, OrderedDict, list, set, deque) and not container:
+            self.equal("not {}", container)  # the most frequent case, such as the hooks of a criterion
+            return
         self.names(all_identical=all_identical, items_of=items_of)
-        plain = type(container) in (list, tuple, set, deque)
-        self.add("[*{}]" if plain else "[*items_of({})]", container, "all_identical")
+        if kind in (dict, OrderedDict):
+            where = "[*{}, *{}.values()]"
+        else:
+            where = "[*{}]" if kind in (list, set, deque) else "[*items_of({})]"
+        self.add(where, container, "all_identical")
 
     def checksum(self) -> int:
         """Checksum of all plain values, without lengths of namespaces, to which a process may add entries."""

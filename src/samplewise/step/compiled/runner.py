@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from samplewise.core.batches import length
@@ -347,7 +346,7 @@ class CompiledRunner:
             columns = [record_columns(cursor.batch, builder.columns, counters.epochs, rows)]
         samples = program.count * updates
         norm = program.norm()
-        outcome = Outcome(False, self._rates, lambda: torch.tensor(norm, dtype=torch.float64))
+        outcome = Outcome(False, self._rates, lambda: norm)
         update = Update(counters.updates, samples, outcome, [program.stats(results)], columns, updates=updates)
         update.phases["compiled"] = perf_counter() - started
         counters.updates += updates
