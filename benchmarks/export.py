@@ -116,7 +116,7 @@ def runner(directory: Path) -> Path:
         *(f"-L{package}/lib", f"-Wl,-rpath,{package}/lib", "-lexecutorch"),
         *("-Wl,--no-as-needed", "-lexecutorch_kernels_optimized", "-lexecutorch_threadpool"),
     ]
-    command = ["g++", "-std=c++17", "-O2", str(directory / "run.cpp"), "-o", str(directory / "run"), *flags]
+    command = ["g++", "-std=c++17", "-O2", "-w", str(directory / "run.cpp"), "-o", str(directory / "run"), *flags]
     subprocess.run(command, check=True)
     return directory / "run"
 

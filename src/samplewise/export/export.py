@@ -95,8 +95,8 @@ def export_update(
     The state starts with the current parameters and optimizer state. An update with a non-finite loss or gradient
     changes nothing, unless the step has on_nonfinite="ignore".
 
-    Verification: a new process loads the file and makes 200 updates. If losses, norms, weights or state differ from
-    those of uncompiled updates by more than 1e-5 (relative), ExportError is raised and no file remains.
+    Verification: a new process loads the file and makes 200 updates. If losses, norms, weights or changes of the state
+    differ from those of uncompiled updates by more than 1e-5 (relative), ExportError is raised and no file remains.
     """
     target = Path(path)
     writer = _format_of(target)

@@ -1,7 +1,8 @@
 """Verification of an exported update: the file in a new process against uncompiled updates of the same samples.
 
-Rounding grows over many updates, with ReLU or Adam by much. A second sequence of uncompiled updates, whose parameters
-start with a relative difference of 2^-24, shows by how much: this difference is allowed in addition.
+The file makes 200 updates in a row. Uncompiled updates begin with each of its states, so that rounding cannot grow from
+update to update, as it does with ReLU and Adam. Differences of single updates are added up: those of rounding cancel,
+and a systematic error stands out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,107 +32,141 @@ from samplewise.step.window import Window
 
 UPDATES = 200
 LEAST = 10  # updates that must be finite
+LIMIT = 2**28  # bytes of recorded states: of large models, every n-th state is recorded
 SEED = 20_240
 ROUNDING = 2.0**-24
-AMPLIFIED = 10  # allowed multiple of the difference that rounding the parameters once makes
+NEARBY = 16  # repetitions of a segment with parameters changed by a few roundings
+AMPLIFIED = 10  # allowed multiple of the difference that these changes make
+REPORT = (
+    "No file was written. This is a mistake of samplewise or of a kernel of the runtime: please report it with the "
+    "model."
+)
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """Largest relative differences from uncompiled updates, after `updates` updates.
+    """Differences from uncompiled updates, added up over `updates` updates.
 
-    outputs: of losses, norms and weights. parameters: of all parameters. rounding: of the parameters of two sequences
-    of uncompiled updates that start one rounding apart.
+    outputs, parameters: relative to the sum of the losses, norms and weights, and of the changes of the parameters.
+    rounding: number of updates left out because changing the parameters by a rounding has as large an effect, as at the
+    kink of a ReLU, or with a gradient that is zero up to rounding.
     """
 
     updates: int
     outputs: float
     parameters: float
-    rounding: float
+    rounding: int
 
     def __str__(self) -> str:
-        return (
-            f"relative difference after {self.updates} updates {self.outputs:.0e} (losses, norms, weights), "
-            f"{self.parameters:.0e} (parameters); one rounding of the parameters makes {self.rounding:.0e}"
+        text = (
+            f"relative difference {self.outputs:.0e} (losses, norms, weights), {self.parameters:.0e} (parameters) in "
+            f"{self.updates} updates"
         )
-
-
-@dataclass
-class Trajectory:
-    """Results of consecutive updates: outputs (updates, ...) by name, the state after them, and a prediction."""
-
-    outputs: dict[str, Tensor]
-    state: list[Tensor]
-    prediction: list[Tensor]
+        return text + (f"; {self.rounding} of them depend on rounding" if self.rounding else "")
 
 
 def verify(step: Step, path: Path, program: UpdateProgram, example: Any, tolerance: float) -> Deviation:
     """Raise ExportError if the file does not make the updates of `step`; return the differences."""
-    batches = _batches(step, example)
-    expected = _uncompiled(step, program, batches, rounded=False)
-    rounded = _uncompiled(step, program, batches, rounded=True)
-    updates = len(expected.outputs["loss"])
-    names = list(program.state)
+    size = sum(t.nbytes for t in program.state.values())
+    length = min(1 + UPDATES * size // LIMIT, UPDATES)  # updates of a segment
+    batches = _batches(step, example)[: UPDATES // length * length]
+    run = _in_new_process(path, program, batches, length)
+    for name, value, start in zip(program.state, run.states[0], program.state.values(), strict=True):
+        if not torch.equal(value, start):
+            raise ExportError(
+                f"the exported file must begin with the state of the step; found another {name}. {REPORT}"
+            )
+
+    uncompiled = UncompiledUpdates(step, program, batches)
+    sums = {name: DifferenceSum(name, tolerance, length) for name in (*OUTPUTS, *program.state)}
+    updates = rounding = 0
+    with uncompiled.running():
+        for k, after in enumerate(run.states[1:]):
+            before = run.states[k]
+            rows = range(k * length, (k + 1) * length)
+            expected = uncompiled.segment(rows, before)
+            if expected is None:
+                break
+            outputs = [run.outputs[name][rows.start : rows.stop] for name in OUTPUTS]
+            starts = [torch.zeros_like(values) for values in outputs] + before
+            unclear: list[tuple[DifferenceSum, Tensor, Tensor]] = []
+            for total, a, b, start in zip(sums.values(), [*outputs, *after], expected, starts, strict=True):
+                if not total.add(a, b, start):
+                    unclear.append((total, a, b))
+            if unclear:
+                uncompiled.explain(unclear, list(sums.values()), rows, before)
+                rounding += length
+            updates = rows.stop
     if updates < min(LEAST, len(batches)):
         raise ExportError(
             "the update cannot be verified: on random data near the example, uncompiled updates have a non-finite loss "
             f"or gradient after {updates}. Use another example, a smaller learning rate, or sw.clip."
         )
-    found = _in_new_process(path, program, batches[:updates])
-    outputs = [
-        Comparison(name, found.outputs[name], b, rounded.outputs[name][:updates])
-        for name, b in expected.outputs.items()
-    ]
-    states = [
-        Comparison(*values)
-        for values in zip(names, found.state, expected.state, rounded.state, program.state.values(), strict=True)
-    ]
-    predictions = zip(found.prediction, expected.prediction, rounded.prediction, strict=True)
-    for comparison in (*outputs, *states, *(Comparison("the prediction", *values) for values in predictions)):
-        comparison.check(tolerance, updates)
-    parameters = [c for c in states if c.name in step._evaluator.trained.trainable()]
-    a, b, c = (torch.cat([getattr(p, part).flatten() for p in parameters]) for part in ("found", "expected", "rounded"))
-    return Deviation(updates, max(_relative(o.found, o.expected) for o in outputs), _relative(a, b), _relative(c, b))
+    for total in sums.values():
+        total.check()
+    prediction = _predict(program, run.states[1], batches[0])
+    for a, b in zip(run.prediction, prediction, strict=True):
+        if not _distance(a, b) <= (tolerance + 4 * ROUNDING) * _norm(b):
+            raise _difference("the prediction", _distance(a, b), tolerance * _norm(b))
+    trained = [sums[name] for name in step._evaluator.trained.trainable() if name in sums]
+    return Deviation(
+        updates, max(sums[name].relative([sums[name]]) for name in OUTPUTS), DifferenceSum.relative(trained), rounding
+    )
 
 
-@dataclass
-class Comparison:
-    """A tensor of the file, of uncompiled updates, and of those that start one rounding apart. start: its value before
-    the updates.
-    """
-
-    name: str
-    found: Tensor
-    expected: Tensor
-    rounded: Tensor
-    start: Tensor | None = None
-
-    def check(self, tolerance: float, updates: int) -> None:
-        """Raise ExportError unless the difference is within the tolerance, or explained by rounding."""
-        size = _norm(self.expected)
-        change = size if self.start is None else _distance(self.expected, self.start)
-        noise = AMPLIFIED * _distance(self.expected, self.rounded) + updates**0.5 * ROUNDING * size
-        difference = _distance(self.found, self.expected)
-        if not difference <= tolerance * change + noise:  # also if the file gives NaN
-            raise ExportError(
-                f"the exported update must equal uncompiled ones; found that {self.name} differs by {difference:.1e} "
-                f"after {updates} updates, where {tolerance * change + noise:.1e} is allowed. No file was written. "
-                "This is a mistake of samplewise or of a kernel of the runtime: please report it with the model."
-            )
+def _difference(name: str, difference: float, allowed: float) -> ExportError:
+    return ExportError(
+        f"the exported update must equal uncompiled ones; found that {name} differs by {difference:.1e}, where "
+        f"{allowed:.1e} is allowed. {REPORT}"
+    )
 
 
-def _norm(t: Tensor) -> float:
-    return t.double().norm().item()
+class DifferenceSum:
+    """Differences of one tensor between the file and uncompiled updates, added up over segments of `length` updates."""
+
+    def __init__(self, name: str, tolerance: float, length: int):
+        self.name = name
+        self._tolerance = tolerance
+        self._rounding = 4 * length**0.5 * ROUNDING
+        self._segments = 0
+        self._size = 0.0
+        self._difference: Tensor | float = 0.0
+        self._change: Tensor | float = 0.0
+
+    def add(self, a: Tensor, b: Tensor, start: Tensor) -> bool:
+        """Add a - b, if it is within the tolerance, relative to b - start, or within the rounding of b."""
+        a, b = a.double(), b.double()
+        change = b - start.double()
+        if not _norm(a - b) <= self._tolerance * _norm(change) + self._rounding * _norm(
+            b
+        ):  # also if the file gives NaN
+            return False
+        self._segments += 1
+        self._size = max(self._size, _norm(b))
+        self._difference = self._difference + (a - b)
+        self._change = self._change + change
+        return True
+
+    def check(self) -> None:
+        """Raise ExportError if the sum is larger than the tolerance and independent roundings allow."""
+        allowed = self._tolerance * _norm(self._change) + self._segments**0.5 * self._rounding * self._size
+        if _norm(self._difference) > allowed:
+            raise _difference(self.name, _norm(self._difference), allowed)
+
+    @staticmethod
+    def relative(sums: Sequence[DifferenceSum]) -> float:
+        """Norm of all differences relative to that of all changes."""
+        difference = sum(_norm(total._difference) ** 2 for total in sums) ** 0.5
+        change = sum(_norm(total._change) ** 2 for total in sums) ** 0.5
+        return difference / change if change else difference
+
+
+def _norm(t: Tensor | float) -> float:
+    return torch.as_tensor(t, dtype=torch.float64).norm().item()
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return _norm(a.double() - b.double())
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    """Distance relative to the norm of b."""
-    size = _norm(b)
-    return _distance(a, b) / size if size else _distance(a, b)
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -174,32 +210,99 @@ def _classes(step: Step, example: Any) -> int | None:
 # --- uncompiled updates -----------------------------------------------------------------------------------------------
 
 
-def _uncompiled(step: Step, program: UpdateProgram, batches: Sequence[Any], rounded: bool) -> Trajectory:
-    """Updates of the step, which are undone. rounded: from parameters of which half are rounded to their neighbors."""
-    applier = step._applier
-    evaluator = step._evaluator
-    accumulator = step._windows.make_accumulator()
-    dry_run = DryRun(accumulator, evaluator, applier, step.config, batches[0], whole_update=True, formula=True)
-    named = evaluator.trained.trainable()
-    outputs: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
-    with dry_run.without_grads(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            if rounded:
-                _round(list(named.values()))
-            for batch in batches:
-                try:
-                    results = _update(dry_run, batch)
-                except SamplewiseError:
-                    break
-                for name, values in zip(OUTPUTS, results, strict=True):
-                    outputs[name].append(values)
-            state = [_state(step, name, tensor, len(outputs["loss"])) for name, tensor in program.state.items()]
-            prediction = _predict(program, state, batches[0])
-        finally:
-            dry_run.undo()
-    rows = {name: torch.stack(values) if values else torch.zeros(0) for name, values in outputs.items()}
-    return Trajectory(rows, state, prediction)
+class UncompiledUpdates:
+    """Uncompiled updates of a step from any state of the program; `running` undoes them."""
+
+    def __init__(self, step: Step, program: UpdateProgram, batches: Sequence[Any]):
+        self._program = program
+        self._batches = batches
+        self._named = step._evaluator.trained.trainable()
+        self._optimizer = step._applier.optimizer
+        self._dry_run = DryRun(
+            step._windows.make_accumulator(),
+            step._evaluator,
+            step._applier,
+            step.config,
+            batches[0],
+            whole_update=True,
+            formula=True,
+        )
+        states = getattr(self._optimizer, "state", {})
+        self._steps = {p: float(states.get(p, {}).get("step", 0)) for p in self._named.values()}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self._dry_run.without_grads(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            finally:
+                self._dry_run.undo()
+
+    def segment(self, rows: range, state: Sequence[Tensor], generator: Any = None) -> list[Tensor] | None:
+        """Losses, norms and weights of the updates `rows`, and the state after them; None if one is not finite.
+        generator: for a random change of the parameters by a few roundings.
+        """
+        self._write(rows.start, state, generator)
+        outputs: list[tuple[Tensor, Tensor, Tensor]] = []
+        for k in rows:
+            try:
+                outputs.append(_update(self._dry_run, self._batches[k]))
+            except SamplewiseError:
+                return None
+        after = [self._value(name, t, rows.stop) for name, t in self._program.state.items()]
+        return [torch.stack(values) for values in zip(*outputs, strict=True)] + after
+
+    def explain(
+        self,
+        unclear: list[tuple[DifferenceSum, Tensor, Tensor]],
+        sums: Sequence[DifferenceSum],
+        rows: range,
+        state: Sequence[Tensor],
+    ) -> None:
+        """Raise ExportError unless changing the parameters by roundings has effects as large as these differences."""
+        generator = torch.Generator().manual_seed(SEED)
+        effects = dict.fromkeys((total.name for total, _, _ in unclear), 0.0)
+        for _ in range(NEARBY):
+            nearby = self.segment(rows, state, generator)
+            values = dict(zip((total.name for total in sums), nearby or (), strict=False))
+            for total, _, expected in unclear:
+                if total.name in values:
+                    effects[total.name] = max(effects[total.name], _distance(values[total.name], expected))
+            if all(_distance(a, b) <= AMPLIFIED * effects[total.name] for total, a, b in unclear):
+                return
+        for total, a, b in unclear:
+            if not _distance(a, b) <= AMPLIFIED * effects[total.name]:
+                raise _difference(total.name, _distance(a, b), AMPLIFIED * effects[total.name])
+
+    @torch.no_grad()
+    def _write(self, updates: int, state: Sequence[Tensor], generator: Any) -> None:
+        """Set parameters and optimizer to a state of the program after `updates` updates."""
+        if updates == 0:  # an optimizer may have no state yet
+            self._dry_run.undo()
+        for name, value in zip(self._program.state, state, strict=True):
+            if name in self._named:
+                p = self._named[name]
+                p.copy_(value)
+                if generator is not None:
+                    p.mul_(1 + 4 * ROUNDING * (2 * torch.rand(p.shape, generator=generator) - 1))
+            elif updates:
+                _, key, owner = name.split(".", 2)
+                if key != "step":
+                    self._optimizer.state[self._named[owner]][key].copy_(value)
+        for p, start in self._steps.items():
+            if updates and "step" in getattr(self._optimizer, "state", {}).get(p, ()):
+                self._optimizer.state[p]["step"].fill_(start + updates)
+
+    def _value(self, name: str, start: Tensor, updates: int) -> Tensor:
+        """Current value of an entry of the program's state."""
+        if name in self._named:
+            return self._named[name].detach().clone()
+        _, key, owner = name.split(".", 2)
+        if key == "step":
+            return start + updates
+        value: Tensor = self._optimizer.state[self._named[owner]][key]
+        return value.clone()
 
 
 def _update(dry_run: DryRun, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,27 +325,6 @@ def _update(dry_run: DryRun, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
     return stats.losses.clone(), norm.clone(), weights_of(stats).clone()
 
 
-@torch.no_grad()
-def _round(parameters: Sequence[Tensor]) -> None:
-    generator = torch.Generator().manual_seed(SEED)
-    for p in parameters:
-        neighbor = torch.nextafter(p, torch.full_like(p, torch.inf))
-        p.copy_(torch.where(torch.rand(p.shape, generator=generator) < 0.5, neighbor, p))
-
-
-def _state(step: Step, name: str, start: Tensor, updates: int) -> Tensor:
-    """Value of an entry of the program's state after uncompiled updates."""
-    named = step._evaluator.trained.trainable()
-    if name in named:
-        return named[name].detach().clone()
-    _, key, owner = name.split(".", 2)
-    if key == "step":
-        return start + updates
-    state = step._applier.optimizer.state
-    value: Tensor = state[named[owner]][key]
-    return value.clone()
-
-
 def _predict(program: UpdateProgram, state: Sequence[Tensor], batch: Any) -> list[Tensor]:
     if program.predict is None:
         return []
@@ -255,22 +337,32 @@ def _predict(program: UpdateProgram, state: Sequence[Tensor], batch: Any) -> lis
 RUN = "import sys; from samplewise.export.verification import replay; replay(*sys.argv[1:])"
 
 
-def _in_new_process(path: Path, program: UpdateProgram, batches: Sequence[Any]) -> Trajectory:
+@dataclass
+class FileRun:
+    """Results of consecutive updates of a file: outputs (updates, ...) by name, the states before the first one and
+    after each segment, and a prediction after the first segment.
+    """
+
+    outputs: dict[str, Tensor]
+    states: list[list[Tensor]]
+    prediction: list[Tensor]
+
+
+def _in_new_process(path: Path, program: UpdateProgram, batches: Sequence[Any], length: int) -> FileRun:
     """Updates and a prediction of the file."""
     rows = [list(inputs_of(batch).values()) for batch in batches]
     first = inputs_of(batches[0])
     inputs = None if program.predict is None else [first[name] for name in program.predict.inputs]
     job = path.parent / "job.pt"
     answer = path.parent / "answer.pt"
-    torch.save({"rows": rows, "predict": inputs, "threads": torch.get_num_threads()}, job)
+    torch.save({"rows": rows, "length": length, "predict": inputs, "threads": torch.get_num_threads()}, job)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", RUN, str(path), str(job), str(answer)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     if process.returncode or not answer.exists():
         lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
         raise ExportError(f"the exported file must run in a new process; found: {lines[-1]}. No file was written.")
-    results = torch.load(answer)
-    return Trajectory(**results)
+    return FileRun(**torch.load(answer))
 
 
 def replay(path: str, job: str, answer: str) -> None:
@@ -278,12 +370,19 @@ def replay(path: str, job: str, answer: str) -> None:
     work = torch.load(job)
     torch.set_num_threads(work["threads"])
     loaded = load_update(path)
-    results = [loaded.update(*row) for row in work["rows"]]
-    prediction: Any = [] if work["predict"] is None else loaded.predict(*work["predict"])
+    states = [list(loaded.get_state().values())]
+    results = []
+    prediction: Any = []
+    for k, row in enumerate(work["rows"], 1):
+        results.append(loaded.update(*row))
+        if k % work["length"] == 0:
+            states.append(list(loaded.get_state().values()))
+        if k == work["length"] and work["predict"] is not None:
+            prediction = loaded.predict(*work["predict"])
     torch.save(
         {
             "outputs": {name: torch.stack([getattr(result, name) for result in results]) for name in OUTPUTS},
-            "state": list(loaded.get_state().values()),
+            "states": states,
             "prediction": [prediction] if isinstance(prediction, Tensor) else list(prediction),
         },
         answer,
