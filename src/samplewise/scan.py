@@ -60,11 +60,15 @@ class Scanner:
         self._compared = False  # a slice was compared with its batch
 
     def of(self, batch: Any) -> Iterator[tuple[Any, Gradients]]:
-        """Yield (microbatch, g) of a batch; halve the size when the activations exceed the memory budget."""
+        """Yield (microbatch, g) of a batch."""
+        return ((microbatch, self._gradients(losses)) for microbatch, losses in self.losses(batch))
+
+    def losses(self, batch: Any) -> Iterator[tuple[Any, Tensor]]:
+        """Yield (microbatch, losses) of a batch; halve the size when the activations exceed the memory budget."""
         batch = keep_whole(batch, constants_of(self._loss_fn))
         total = length(batch)
         if total is None:
-            yield batch, self._gradients(self._losses(batch))
+            yield batch, self._losses(batch)
             return
         start = 0
         while start < total:
@@ -76,7 +80,7 @@ class Scanner:
                 microbatch = cut(batch, start, stop)
             losses = self._losses_within_budget(microbatch, stop - start)
             if losses is not None:
-                yield microbatch, self._gradients(losses)
+                yield microbatch, losses
                 start = stop
 
     def _gradients(self, losses: Tensor) -> Gradients:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+from importlib import import_module
 
 import pytest
 import safetensors.torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.attribution import EKFAC
-from samplewise.attribution.sampled_labels import SampledLoss
+from samplewise.attribution.sampled_labels import ExpectedLoss
 from samplewise.core.files import read_tensors, write_tensors
 from samplewise.testing.case import noise
 
@@ -330,14 +331,72 @@ CRITERIA = {
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_sampled_labels_give_the_gauss_newton_matrix(name):
+def test_expected_labels_give_the_gauss_newton_matrix(name):
+    """The second moment of the gradients, added over the draws, one for each output."""
+    criterion, labels, second_derivative = CRITERIA[name]
+    model, x, _ = make(n=6)
+    loss = ExpectedLoss(sw.core.losses.as_loss_fn(criterion), "expected")
+    total, draws = 0, 0
+    for _ in loss.draw_numbers():
+        g = rows(model, x, labels(6), lambda model, batch: loss(model, batch))
+        total, draws = total + g.T @ g / len(x), draws + 1
+    assert draws == 3
+    torch.testing.assert_close(total, gauss_newton(model, x, second_derivative), rtol=1e-10, atol=1e-12)
+
+
+def test_expected_labels_of_tokens_without_ignored_ones():
+    model = Tagger().double()
+    x = noise(3, 4, 4).double()
+    y = torch.tensor([[0, 1, 2, 1], [1, 0, -100, -100], [2, -100, 1, 0]])
+    loss = ExpectedLoss(token_losses, "expected")
+    total = 0
+    for _ in loss.draw_numbers():
+        g = rows(model, x, y, loss)
+        total = total + g.T @ g
+
+    parameters = list(model.parameters())
+    wanted = 0
+    for tokens, labels in zip(x, y, strict=True):
+        for z in model(tokens[None]).reshape(-1, model(tokens[None]).shape[-1])[labels != -100]:
+            jacobian = torch.stack(
+                [torch.cat([g.flatten() for g in torch.autograd.grad(e, parameters, retain_graph=True)]) for e in z]
+            )
+            wanted = wanted + jacobian.T @ of_softmax(z.detach()) @ jacobian
+    torch.testing.assert_close(total, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_curvature_with_expected_labels_has_the_trace_of_the_gauss_newton_matrix(monkeypatch):
+    """So do random signs, in expectation, whose draws do not depend on microbatches."""
+    model, x, y = make(n=24)
+    trace = gauss_newton(model, x, of_softmax).trace().item()
+    width = sum(p.numel() for p in model.parameters())
+    for size in (24, 5, 1):
+        curvature = sw.ekfac(model, nn.CrossEntropyLoss(), batches(x, y, size))
+        assert curvature.mean_eigenvalue * width == pytest.approx(trace, rel=1e-9)
+    monkeypatch.setattr(import_module("samplewise.attribution.sampled_labels"), "EXACT_OUTPUTS", 2)
+    means = []
+    for seed in range(20):
+        whole = sw.ekfac(model, nn.CrossEntropyLoss(), [(x, y)], seed=seed)
+        means.append(whole.mean_eigenvalue * width)
+    in_parts = sw.ekfac(model, nn.CrossEntropyLoss(), [(x, y)], seed=seed, microbatch=7)
+    assert in_parts.mean_eigenvalue * width == pytest.approx(means[-1], rel=1e-9)
+    assert len(set(means)) == len(means)
+    assert sum(means) / len(means) == pytest.approx(trace, rel=0.05)  # standard error 1.6 %
+
+
+@pytest.mark.parametrize("kind", ["sampled", "signs"])
+@pytest.mark.parametrize("name", CRITERIA)
+def test_sampled_labels_give_the_gauss_newton_matrix(name, kind, monkeypatch):
     """In expectation: the mean of the squared gradients over 4,000 draws of each label is its diagonal."""
+    monkeypatch.setattr(import_module("samplewise.attribution.sampled_labels"), "EXACT_OUTPUTS", 0)
+    monkeypatch.setattr(import_module("samplewise.attribution.sampled_labels"), "SIGN_DRAWS", 1)
     criterion, labels, second_derivative = CRITERIA[name]
     model, x, _ = make(n=4)
     y = labels(4)
     repeated = x.repeat(4000, 1), y.repeat(4000, *[1] * (y.dim() - 1))
     torch.manual_seed(0)
-    losses = SampledLoss(sw.core.losses.as_loss_fn(criterion))(model, repeated)
+    labels = "sampled" if kind == "sampled" else "expected"
+    losses = ExpectedLoss(sw.core.losses.as_loss_fn(criterion), labels)(model, repeated)
     found = torch.cat([s.flatten() for s in sw.gradients(losses, model).sum_of_squares().values()]) / len(losses)
     wanted = gauss_newton(model, x, second_derivative).diagonal()
     torch.testing.assert_close(found, wanted, rtol=0.08, atol=1e-3)
@@ -348,6 +407,7 @@ def test_sampled_labels_do_not_depend_on_batches_or_global_random_state():
     query = [(x[:3], y[:3])]
 
     def scores(seed=0, **options):
+        options = {"labels": "sampled", **options}
         curvature = sw.ekfac(model, nn.CrossEntropyLoss(), batches(x, y, 12), seed=seed, **options)
         return sw.influence(model, loss_fn, [(x, y)], query, curvature=curvature)
 
@@ -392,7 +452,7 @@ def test_losses_that_cannot_be_sampled():
         sw.ekfac(model, lambda model, x: model(x).square().sum(1), [x])
     with pytest.raises(sw.LossesError, match="a loss_fn that calls the model once; found 2 calls"):
         sw.ekfac(model, lambda model, batch: loss_fn(model, batch) + loss_fn(model, batch), [(x, y)])
-    with pytest.raises(ValueError, match="labels must be 'sampled', 'data', or a function"):
+    with pytest.raises(ValueError, match="labels must be 'expected', 'sampled', 'data', or a function"):
         sw.ekfac(model, loss_fn, [(x, y)], labels="true")
 
 

@@ -116,7 +116,7 @@ class KroneckerBlock:
         term = Term(_rotate(left, self.left), _rotate(right, self.right))
         return FactoredGrad([term], tuple(self.eigenvalues.shape))
 
-    def solve(self, rows: Rows, damping: float) -> dict[str, Tensor]:
+    def solve(self, rows: Rows, damping: Tensor | float) -> dict[str, Tensor]:
         matrices = self.layer.join(rows)
         solved = torch.empty_like(matrices)
         step = max(1, CHUNK // max(matrices[:1].numel(), 1))  # rotated rows are copies: some at a time
@@ -145,7 +145,7 @@ class DiagonalBlock:
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def solve(self, rows: Rows, damping: float) -> dict[str, Tensor]:
+    def solve(self, rows: Rows, damping: Tensor | float) -> dict[str, Tensor]:
         return {self.name: divided(self, rows[self.name], damping)}
 
     def coordinates(self, forms: Forms) -> PerSampleGrad:
@@ -156,11 +156,9 @@ class DiagonalBlock:
 Block = KroneckerBlock | DiagonalBlock
 
 
-def divided(block: Block, rows: Tensor, damping: float) -> Tensor:
-    """Rows (n, ...) in the eigenbasis, divided by the eigenvalues plus `damping` times their mean; 0 where both are
-    zero.
-    """
-    divisor = (block.eigenvalues + damping * block.eigenvalues.mean()).to(rows)
+def divided(block: Block, rows: Tensor, damping: Tensor | float) -> Tensor:
+    """Rows (n, ...) in the eigenbasis, divided by the eigenvalues plus `damping`; 0 where both are zero."""
+    divisor = (block.eigenvalues + damping).to(rows)
     zero = divisor == 0
     if not zero.any():
         return rows / divisor
@@ -173,7 +171,7 @@ def divided(block: Block, rows: Tensor, damping: float) -> Tensor:
             )
         raise ValueError(
             f"damping must be above 0 for {names}, whose curvature is zero in directions in which gradients are not; "
-            f"found {damping:g}. Pass a multiple of the mean eigenvalue, such as 0.1."
+            f"found {float(damping):g}. Pass a multiple of the mean eigenvalue, such as 0.1."
         )
     return torch.where(zero, 0, rows / torch.where(zero, 1, divisor))
 

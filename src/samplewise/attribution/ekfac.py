@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, KroneckerBlock, Layer
 from samplewise.attribution.curvature import Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac_fit import fit
-from samplewise.attribution.sampled_labels import SampledLoss
+from samplewise.attribution.sampled_labels import ExpectedLoss
 from samplewise.core.batches import check_loader
 from samplewise.core.files import absolute, read_tensors, write_tensors
 from samplewise.core.losses import LossFn, as_loss_fn, same_constants
@@ -25,7 +25,7 @@ from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.errors import StoreError
 
 FORMAT = 1
-Labels = Literal["sampled", "data"] | Callable[[Any, Any], Any]  # (model, batch) -> batch
+Labels = Literal["expected", "sampled", "data"] | Callable[[Any, Any], Any]  # (model, batch) -> batch
 
 
 def ekfac(
@@ -33,7 +33,7 @@ def ekfac(
     loss_fn: LossFn,
     loader: Iterable[Any],
     *,
-    labels: Literal["sampled", "data"] | Callable[[Any, Any], Any] = "sampled",
+    labels: Literal["expected", "sampled", "data"] | Callable[[Any, Any], Any] = "expected",
     seed: int = 0,
     microbatch: Microbatch = "auto",
 ) -> EKFAC:
@@ -66,20 +66,20 @@ def ekfac(
     check_model(model, "sw.ekfac(model, loss_fn, loader)")
     check_loader(loader)
     check_repeatable(loader, "loader")
-    loss_fn = same_constants(_with_labels(as_loss_fn(loss_fn), labels), loss_fn)
+    loss_fn = _with_labels(as_loss_fn(loss_fn), labels)
     shapes = {name: tuple(p.shape) for name, p in wanted_parameters(model).named.items()}
     with eval_mode(model):
         return EKFAC(fit(model, loss_fn, loader, seed, microbatch), shapes)
 
 
 def _with_labels(loss_fn: LossFn, labels: Labels) -> LossFn:
-    if labels == "sampled":
-        return SampledLoss(loss_fn)
+    if labels == "expected" or labels == "sampled":
+        return ExpectedLoss(loss_fn, labels)
     if labels == "data":
         return loss_fn
     if not callable(labels):
         raise ValueError(
-            f"labels must be 'sampled', 'data', or a function (model, batch) -> batch with sampled labels; found "
+            f"labels must be 'expected', 'sampled', 'data', or a function (model, batch) -> batch with sampled labels; found "
             f"{labels!r}."
         )
 
@@ -88,7 +88,7 @@ def _with_labels(loss_fn: LossFn, labels: Labels) -> LossFn:
             batch = labels(model, batch)
         return loss_fn(model, batch)
 
-    return relabeled
+    return same_constants(relabeled, loss_fn)
 
 
 class EKFAC:
@@ -107,8 +107,18 @@ class EKFAC:
         multiple = checked_damping(damping)
         solved: dict[str, Tensor] = {}
         for block in self.blocks:
-            solved.update(block.solve(rows, multiple))
+            solved.update(block.solve(rows, multiple * block.eigenvalues.mean()))
         return {name: solved[name] for name in rows}
+
+    def solve_shifted(self, rows: Rows, damping: float) -> dict[str, Tensor]:
+        """Product of (H + damping * identity)^-1 with each row: the same number is added to all eigenvalues."""
+        return {name: solved for block in self.blocks for name, solved in block.solve(rows, damping).items()}
+
+    @property
+    def mean_eigenvalue(self) -> float:
+        """Mean over all eigenvalues, of all blocks."""
+        total = sum(float(block.eigenvalues.sum(dtype=torch.float64)) for block in self.blocks)
+        return total / max(1, sum(block.eigenvalues.numel() for block in self.blocks))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curvature to a file, atomically. `samplewise.attribution.EKFAC.load(path)` reads it."""

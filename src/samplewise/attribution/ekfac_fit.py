@@ -5,7 +5,7 @@ Legend: b sample, t token, l and r the two dims of a layer's matrix, with one mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from samplewise.attribution.blocks import (
     only_term,
     with_zeros,
 )
+from samplewise.attribution.sampled_labels import ExpectedLoss
 from samplewise.core.batches import keep_whole, length, take
 from samplewise.core.losses import LossFn, constants_of
 from samplewise.core.microbatch import Microbatch
@@ -35,7 +36,7 @@ from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
-from samplewise.scan import scan
+from samplewise.scan import Scanner
 
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
 
@@ -45,7 +46,7 @@ def fit(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, mic
     parameters = wanted_parameters(model).named
     passes = Passes(model, loss_fn, loader, seed, microbatch)
     covariances = Covariances()
-    on_every_rank(lambda: passes.run(covariances.add, "sw.ekfac, pass 1 of 2"))
+    covariances.samples = on_every_rank(lambda: passes.run(covariances.add, "sw.ekfac, pass 1 of 2"))
     covariances.sum_over_ranks(parameters)
     eigenvalues = Eigenvalues(covariances.blocks(parameters), {name: tuple(p.shape) for name, p in parameters.items()})
     on_every_rank(lambda: passes.run(eigenvalues.add, "sw.ekfac, pass 2 of 2"))
@@ -62,36 +63,36 @@ class Passes:
     seed: int
     microbatch: Microbatch
 
-    def run(self, add: Callable[[Forms, int], None], description: str) -> None:
-        """Call add(forms, samples) for each microbatch. The state of the random generators is restored."""
-
-        # Both passes draw the same labels for a batch, whichever rank computes it.
-        def seeded_batches() -> Iterator[Any]:
-            for number, batch in share_of_rank(self.loader, description):
-                batch = keep_whole(batch, constants_of(self.loss_fn))
-                torch.manual_seed((self.seed * 1_000_003 + number) % 2**63)
-                yield batch
-
+    def run(self, add: Callable[[Forms, int], None], description: str) -> int:
+        """Call add(forms, samples) for each microbatch and draw of labels, and return the number of samples of this
+        rank. The state of the random generators is restored.
+        """
         # A single sample is doubled, because the engine has no factors for one sample.
         def losses_of_two(model: nn.Module, batch: Any) -> Any:
             return self.loss_fn(model, take(batch, [0, 0]) if length(batch) == 1 else batch)
 
+        scanner = Scanner(self.model, losses_of_two, self.microbatch)
+        samples = 0
         state = RandomState()
         try:
-            for piece, g in scan(self.model, losses_of_two, seeded_batches(), microbatch=self.microbatch):
-                forms: Forms = factored_grads(g)
-                is_doubled = length(piece) == 1 and len(g) == 2
-                with torch.no_grad():  # factors are attached to the graph
-                    if is_doubled:
-                        forms = {
-                            name: form.select(slice(0, 1))
-                            if isinstance(form, FactoredGrad)
-                            else DenseGrad(form.rows(0, 1))
-                            for name, form in forms.items()
-                        }
-                    add(forms, 1 if is_doubled else len(g))
+            for number, batch in share_of_rank(self.loader, description):
+                batch = keep_whole(batch, constants_of(self.loss_fn))
+                draws = self.loss_fn.draw_numbers() if isinstance(self.loss_fn, ExpectedLoss) else (0,)
+                for draw in draws:
+                    # Both passes draw the same labels for a batch, whichever rank computes it.
+                    torch.manual_seed((self.seed * 1_000_003 + number + draw * 7_368_787) % 2**63)
+                    for piece, g in scanner.of(batch):
+                        forms: Forms = factored_grads(g)
+                        is_doubled = length(piece) == 1 and len(g) == 2
+                        with torch.no_grad():  # factors are attached to the graph
+                            if is_doubled:
+                                forms = {name: _first_sample(form) for name, form in forms.items()}
+                            count = 1 if is_doubled else len(g)
+                            add(forms, count)
+                        samples += count if draw == 0 else 0
         finally:
             state.restore()
+        return samples
 
 
 def _first_sample(form: PerSampleGrad) -> PerSampleGrad:
@@ -110,7 +111,6 @@ class Covariances:
         self.sums: dict[tuple[str, str], Tensor] = {}  # by weight and side
 
     def add(self, forms: Forms, samples: int) -> None:
-        self.samples += samples
         for name, form in forms.items():
             term = only_term(form)
             if term is None:

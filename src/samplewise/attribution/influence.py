@@ -8,9 +8,12 @@ Eigenbasis   the same for EK-FAC: both gradients in its eigenbasis, where H is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +21,18 @@ from torch import Tensor, nn
 from samplewise.attribution.blocks import Block, divided, with_zeros
 from samplewise.attribution.curvature import Curvature, Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac import EKFAC
+from samplewise.attribution.gauss_newton import GaussNewton, check_refine, summary
 from samplewise.core.losses import LossFn
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
-from samplewise.dataset_pass import at_each, check_train_and_queries, map_over_ranks, parameters_kept
+from samplewise.core.text import plural
+from samplewise.core.validate import refuse_keras
+from samplewise.dataset_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
 from samplewise.engine.gradients import Gradients, factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.loop.checkpoint.trained import CheckpointSource, as_checkpoints
+from samplewise.parallel import collectives
 from samplewise.scan import Scanner, scan
 
 ALL = ""  # name of the only part of scores that are not divided by layer
@@ -36,41 +43,47 @@ Parts = dict[str, Tensor]  # values by parameter, or by layer
 
 @overload
 def influence(
-    model: nn.Module,
+    model: nn.Module | Iterable[nn.Module],
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
     checkpoints: CheckpointSource | None = None,
     *,
-    curvature: Curvature | None = None,
+    curvature: Curvature | Sequence[Curvature] | None = None,
     damping: float | None = None,
+    refine: int | None = None,
+    run: str | os.PathLike[str] | None = None,
     cosine: bool = False,
     by: None = None,
     microbatch: Microbatch = "auto",
 ) -> Tensor: ...
 @overload
 def influence(
-    model: nn.Module,
+    model: nn.Module | Iterable[nn.Module],
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
     checkpoints: CheckpointSource | None = None,
     *,
-    curvature: Curvature | None = None,
+    curvature: Curvature | Sequence[Curvature] | None = None,
     damping: float | None = None,
+    refine: int | None = None,
+    run: str | os.PathLike[str] | None = None,
     cosine: bool = False,
     by: Literal["layer"],
     microbatch: Microbatch = "auto",
 ) -> dict[str, Tensor]: ...
 def influence(
-    model: nn.Module,
+    model: nn.Module | Iterable[nn.Module],
     loss_fn: LossFn,
     train: Iterable[Any],
     queries: Iterable[Any],
     checkpoints: CheckpointSource | None = None,
     *,
-    curvature: Curvature | None = None,
+    curvature: Curvature | Sequence[Curvature] | None = None,
     damping: float | None = None,
+    refine: int | None = None,
+    run: str | os.PathLike[str] | None = None,
     cosine: bool = False,
     by: Literal["layer"] | None = None,
     microbatch: Microbatch = "auto",
@@ -87,13 +100,20 @@ def influence(
     rows, a number for each query and parameter. The model is in evaluation mode. With several ranks, every rank passes
     the same arguments, computes the columns of its share of the training batches, and gets the whole result.
 
+    model: a model, or several in a list or generator, over which the scores are averaged
     train, queries: loaders or lists of batches; columns and rows of the result are in their order
     checkpoints: run directory, whose checkpoints are used with the learning rates of their updates (1 if there is one
         only), or list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
     curvature: result of `sw.ekfac` or `sw.attribution.hessian`, or another object with a method `solve`, see
-        `samplewise.attribution.Curvature`; used for all checkpoints. Default: none
+        `samplewise.attribution.Curvature`; used for all checkpoints. For a curvature of each checkpoint, or of each of
+        several models, a list of them. Default: none
     damping: multiple of the mean eigenvalue of the curvature that is added to its eigenvalues, see
         `samplewise.attribution.Curvature`; default 0.1
+    refine: largest number of iterations of conjugate gradients that solve the exact Gauss-Newton matrix of `train`,
+        preconditioned by `curvature`, a result of `sw.ekfac`; see `samplewise.attribution.GaussNewton`. Each is a pass
+        over `train` per batch of queries. A line on stderr says what stopped them. Default: the curvature alone
+    run: run directory of the model, or one of its checkpoints, for a default damping of 1 / (learning rate * updates)
+        with `refine`; default: `checkpoints`, if that is a path, otherwise unknown
     cosine: if True, divide each dot product by both norms, at each checkpoint; 0 if a gradient is zero. With curvature,
         norms are those of the metric, sqrt(g^T (H + damping)^-1 g), which costs a `solve` of the training rows, too
     by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
@@ -102,32 +122,120 @@ def influence(
     microbatch: number of training samples computed at a time, "auto" (default) for the largest that fits into memory,
         or `sw.auto(memory)`. Query batches are not cut
     """
-    _check_options(curvature, damping, cosine, by)
+    curvatures = list(curvature) if isinstance(curvature, (list, tuple)) else None
+    for matrix in [curvature] if curvatures is None else curvatures:
+        _check_options(matrix, damping, refine, cosine, by)
+    if run is not None and refine is None:
+        raise ValueError(f"run needs refine, whose damping it sets; found run={str(run)!r} without. Pass refine=20.")
     check_train_and_queries(train, queries)
-    scores = _Scores(model, loss_fn, inner_product_of(curvature, damping), cosine, by, microbatch)
+    single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
+    if refine is not None and damping is None and run is None and isinstance(checkpoints, (str, os.PathLike)):
+        run = checkpoints
     total: Parts = {}
-    with eval_mode(model), parameters_kept(model):
-        for lr in at_each(model, as_checkpoints(model, checkpoints)):
-            for name, part in scores.of_all(train, queries).items():
-                total[name] = lr * part + total[name] if name in total else lr * part
+    refined: list[GaussNewton] = []
+    with ExitStack() as stack:
+        if single:
+            stack.enter_context(parameters_kept(model))
+            members = _at_checkpoints(model, as_checkpoints(model, checkpoints), curvature, curvatures)
+        else:
+            members = _of_models(model, checkpoints, curvature, curvatures)
+        count = 0
+        for count, (member, weight, matrix) in enumerate(members, 1):
+            if refine is not None:
+                options: Any = {"damping": damping, "run": run, "microbatch": microbatch}
+                matrix = GaussNewton(member, loss_fn, train, cast(EKFAC, matrix), refine, **options)
+                refined.append(matrix)
+            inner_product = inner_product_of(matrix, None if refine else damping)
+            scores = _Scores(member, loss_fn, inner_product, cosine, by, microbatch)
+            with eval_mode(member):
+                for name, part in scores.of_all(train, queries).items():
+                    total[name] = weight * part + total[name] if name in total else weight * part
+    if not single:
+        total = {name: part / count for name, part in total.items()}
+    if refined and collectives.rank() == 0 and sys.stderr is not None:
+        print(f"sw.influence: {summary(refined)}", file=sys.stderr, flush=True)
     return total if by == "layer" else total[ALL]
 
 
-def _check_options(curvature: Curvature | None, damping: float | None, cosine: bool, by: str | None) -> None:
+def _check_options(
+    curvature: Curvature | None, damping: float | None, refine: int | None, cosine: bool, by: str | None
+) -> None:
     if by not in (None, "layer"):
         raise ValueError(f"by must be None or 'layer'; found {by!r}.")
     if curvature is not None and not callable(getattr(curvature, "solve", None)):
         raise TypeError(
             "curvature must be the result of sw.ekfac or sw.attribution.hessian, or have a method solve(rows, "
-            f"damping); found {type(curvature).__name__}."
+            f"damping), or be a list of these; found {type(curvature).__name__}."
         )
     checked_damping(damping)
     if damping is not None and curvature is None:
         raise ValueError(f"damping needs a curvature; found damping={damping} without. Pass curvature=sw.ekfac(...).")
+    if refine is not None:
+        check_refine(refine, curvature)
+    if cosine and (refine is not None or isinstance(curvature, GaussNewton)):
+        raise ValueError(
+            "cosine=True needs a curvature that is solved for the training samples without passes over them; found "
+            "conjugate gradients. Leave out one of the two."
+        )
     if cosine and curvature is not None and by == "layer":
         raise ValueError(
             "cosine=True with a curvature needs by=None, because a layer has no norm of its own in the metric of a "
             "curvature; found by='layer'. Leave out one of the three."
+        )
+
+
+Member = tuple[nn.Module, float, Curvature | None]  # model, weight of its scores, curvature
+
+
+def _at_checkpoints(
+    model: nn.Module,
+    checkpoints: Sequence[Checkpoint] | None,
+    curvature: Curvature | None,
+    curvatures: Sequence[Curvature] | None,
+) -> Iterator[Member]:
+    """The model at each checkpoint, with the curvature of all of them, or with its own."""
+    states = 1 if checkpoints is None else len(checkpoints)
+    if curvatures is not None and len(curvatures) != states:
+        raise ValueError(
+            f"curvature must be one curvature, or a list with one for each checkpoint; found {len(curvatures)} for "
+            f"{plural(states, 'checkpoint')}."
+        )
+    for k, rate in enumerate(at_each(model, checkpoints)):
+        yield model, rate, curvature if curvatures is None else curvatures[k]
+
+
+def _of_models(
+    models: Iterable[nn.Module],
+    checkpoints: object,
+    curvature: Curvature | None,
+    curvatures: Sequence[Curvature] | None,
+) -> Iterator[Member]:
+    """Each model with its curvature."""
+    if checkpoints is not None:
+        raise ValueError(
+            "checkpoints need a single model, whose parameters they are; found several models. Pass one of the two."
+        )
+    number = len(models) if isinstance(models, Sized) else None
+    if curvature is not None and (curvatures is None or number not in (None, len(curvatures))):
+        raise ValueError(
+            "curvature must be a list with one curvature for each of several models; found "
+            f"{1 if curvatures is None else len(curvatures)} for {plural(number, 'model') if number else 'them'}."
+        )
+    count = 0
+    for count, model in enumerate(models, 1):
+        refuse_keras(model)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "model must be a model, or several in a list or generator, each with its own parameters; found "
+                f"{type(model).__name__}."
+            )
+        if curvatures is not None and count > len(curvatures):
+            break
+        yield model, 1.0, None if curvatures is None else curvatures[count - 1]
+    if not count or (curvatures is not None and count != len(curvatures)):
+        raise ValueError(
+            f"models must be at least one, and as many as curvatures; found {plural(count, 'model')} and "
+            f"{plural(len(curvatures or ()), 'curvature')}."
         )
 
 
@@ -249,7 +357,7 @@ class Eigenbasis:
     @torch.no_grad()
     def query(self, g: Gradients) -> dict[Block, Tensor]:
         coordinates = self._coordinates(g)
-        return {block: divided(block, form.rows(0, len(g)), self.damping) for block, form in coordinates.items()}
+        return {block: self._divided(block, form.rows(0, len(g))) for block, form in coordinates.items()}
 
     @torch.no_grad()
     def products(self, g: Gradients, query: Mapping[Block, Tensor]) -> Parts:
@@ -271,7 +379,10 @@ class Eigenbasis:
         return {block: block.coordinates(with_zeros(forms, block, shapes, len(g))) for block in self.curvature.blocks}
 
     def _squares(self, block: Block, form: PerSampleGrad) -> Iterator[Tensor]:
-        return ((rows * divided(block, rows, self.damping)).flatten(1).sum(1) for _, rows in form.chunks())
+        return ((rows * self._divided(block, rows)).flatten(1).sum(1) for _, rows in form.chunks())
+
+    def _divided(self, block: Block, rows: Tensor) -> Tensor:
+        return divided(block, rows, self.damping * block.eigenvalues.mean())
 
 
 def _roots(squares: Iterator[Tensor]) -> Tensor:

@@ -1,10 +1,16 @@
-"""Losses of labels drawn from a model's own predictions, for the true Fisher matrix.
+"""Losses whose gradients have the Gauss-Newton matrix of a criterion as their second moment: the true Fisher matrix.
 
-The criterion is recognized by its values: the output of the model is read during the call of the loss function, and the
-losses are compared with those of known criteria on the labels of the batch. Label i is then drawn from the distribution
-whose negative log-likelihood is the criterion: softmax for cross-entropy, sigmoid for binary cross-entropy, a normal
-distribution for squared errors. If the losses are c times the negative log-likelihood, for example means over c^-1
-elements, the sampled losses are sqrt(c) times it: the Fisher matrix then equals the Gauss-Newton matrix of the losses.
+The criterion is recognized by its values: the output z of the model is read during the call of the loss function, and
+the losses are compared with those of known criteria on the labels of the batch. Each of these is a negative
+log-likelihood: of a softmax for cross-entropy, of a sigmoid for binary cross-entropy, of a normal distribution for
+squared errors. Its Hessian with respect to z is S S^T, with a known S, and the gradients of z . (S u) have the
+Gauss-Newton matrix J^T S S^T J as their second moment
+
+    expected   if u are all unit vectors in turn; for many outputs, in expectation, if u are random signs
+    sampled    in expectation, if a label is drawn from the distribution, and its loss replaces z . (S u)
+
+If the losses are c times the negative log-likelihood, for example means over c^-1 elements, these are multiplied by
+sqrt(c).
 
 Legend: b sample, c class, e all elements of a sample.
 """
@@ -13,48 +19,94 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samplewise.core.losses import IGNORE_INDEX, LossFn, per_sample
+from samplewise.core.losses import IGNORE_INDEX, LossFn, constants_of, per_sample
 from samplewise.errors import LossesError
 
+EXACT_OUTPUTS = 16  # of a sample, up to which the expectation is exact, in as many backward passes
+SIGN_DRAWS = 4
 REMEDY = (
     "Pass labels=sample, a function (model, batch) -> batch with labels drawn from the model's predictions, or "
     "labels='data' for the empirical Fisher matrix."
 )
 
 
-class SampledLoss:
-    """Loss function (model, batch) -> losses (B,) with labels drawn by the global random generator of the CPU."""
+class ExpectedLoss:
+    """Loss function (model, batch) -> losses (B,) of one draw, with random numbers of the generator of the CPU.
 
-    def __init__(self, loss_fn: LossFn):
+    The second moments of the gradients are to be added over the draws 0, ..., `draws` - 1.
+    """
+
+    def __init__(self, loss_fn: LossFn, labels: Literal["expected", "sampled"]):
         self.loss_fn = loss_fn
+        self.labels = labels
+        self.batch_constants = constants_of(loss_fn)
+        self.draw = 0
+        self.draws = 1  # for the batch of the last call
+
+    def draw_numbers(self) -> Iterator[int]:
+        """Set `draw` to the number of each draw in turn. The caller computes the losses of draw 0 before draw 1."""
+        self.draw = 0
+        self.draws = 1
+        while self.draw < self.draws:
+            yield self.draw
+            self.draw += 1
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        with _captured_output(model) as outputs:
+        with captured_output(model) as outputs:
             losses = per_sample(self.loss_fn(model, batch))[0]
-        prediction = _prediction(outputs)
-        labels = _labels(batch)
-        for likelihood in _likelihoods(prediction, labels):
+        prediction = prediction_of(outputs, f"labels={self.labels!r} needs", REMEDY)
+        for likelihood in _likelihoods(prediction, self._labels(batch)):
             scale = _scale(losses, likelihood)
             if scale is not None:
-                with torch.no_grad():
-                    sampled = likelihood.sample()
-                # The Fisher matrix is quadratic in the gradients, and the Hessian of the loss linear in the scale.
-                return scale.sqrt() * likelihood.losses(sampled)
+                return self._losses(likelihood, scale)
         raise LossesError(
-            "labels='sampled' needs a loss that is a known negative log-likelihood of the model's output: "
+            f"labels={self.labels!r} needs a loss that is a known negative log-likelihood of the model's output: "
             "cross-entropy without label smoothing and class weights, binary cross-entropy with logits, or squared "
             f"errors, as sum or mean over the elements of a sample; found another one. {REMEDY}"
         )
 
+    def _losses(self, likelihood: Likelihood, scale: Tensor) -> Tensor:
+        if self.labels == "sampled":
+            with torch.no_grad():
+                sampled = likelihood.sample()
+            # The Fisher matrix is quadratic in the gradients, and the Hessian of the loss linear in the scale.
+            return scale.sqrt() * likelihood.losses(sampled)
+        prediction = likelihood.prediction
+        outputs = prediction[0].numel()
+        with torch.no_grad():
+            if outputs <= EXACT_OUTPUTS:
+                self.draws = outputs
+                unit = prediction.new_zeros(prediction.shape)  # contiguous, so that the next line changes it
+                unit.view(len(unit), -1)[:, self.draw] = 1
+            else:
+                self.draws = SIGN_DRAWS
+                unit = 2 * torch.randint(2, prediction.shape).to(prediction) - 1
+                scale = scale / SIGN_DRAWS
+            column = scale.sqrt().reshape(-1, *[1] * (prediction.dim() - 1)).to(prediction) * likelihood.root(unit)
+        return (prediction * column).flatten(1).sum(1)
+
+    def _labels(self, batch: Any) -> Tensor:
+        labels = None
+        if isinstance(batch, Mapping):
+            labels = batch.get("labels")
+        elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+            labels = batch[1]
+        if not isinstance(labels, Tensor):
+            raise LossesError(
+                f"labels={self.labels!r} needs batches (x, labels), or dicts with 'labels', to recognize the loss; "
+                f"found {type(batch).__name__}. {REMEDY}"
+            )
+        return labels
+
 
 @contextmanager
-def _captured_output(model: nn.Module) -> Iterator[list[Any]]:
+def captured_output(model: nn.Module) -> Iterator[list[Any]]:
     """Outputs of the calls of the model in this context."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -64,41 +116,27 @@ def _captured_output(model: nn.Module) -> Iterator[list[Any]]:
         handle.remove()
 
 
-def _prediction(outputs: list[Any]) -> Tensor:
+def prediction_of(outputs: list[Any], needs: str, remedy: str) -> Tensor:
+    """Tensor among the captured outputs: that of the only call, or its logits. Errors begin with `needs`."""
     if len(outputs) != 1:
-        raise LossesError(
-            f"labels='sampled' needs a loss_fn that calls the model once; found {len(outputs)} calls. {REMEDY}"
-        )
+        raise LossesError(f"{needs} a loss_fn that calls the model once; found {len(outputs)} calls. {remedy}")
     (output,) = outputs
     prediction = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(prediction, Tensor) or prediction.dim() == 0:
         raise LossesError(
-            f"labels='sampled' needs a model that returns a tensor, or an object with logits; found "
-            f"{type(output).__name__}. {REMEDY}"
+            f"{needs} a model that returns a tensor, or an object with logits; found {type(output).__name__}. {remedy}"
         )
     return prediction
-
-
-def _labels(batch: Any) -> Tensor:
-    labels = None
-    if isinstance(batch, Mapping):
-        labels = batch.get("labels")
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        labels = batch[1]
-    if not isinstance(labels, Tensor):
-        raise LossesError(
-            "labels='sampled' needs batches (x, labels), or dicts with 'labels', to recognize the loss; found "
-            f"{type(batch).__name__}. {REMEDY}"
-        )
-    return labels
 
 
 class Likelihood(NamedTuple):
     """Negative log-likelihood of labels given predictions, up to constants."""
 
+    prediction: Tensor
     labels: Tensor  # of the batch
     elements: Callable[[Tensor], Tensor]  # labels -> (b, ...)
     sample: Callable[[], Tensor]
+    root: Callable[[Tensor], Tensor]  # product S u, where S S^T is the Hessian with respect to the prediction
     counts: Tensor  # (b,) elements of each sample that count
 
     def losses(self, labels: Tensor) -> Tensor:
@@ -151,7 +189,12 @@ def _categorical(logits: Tensor, labels: Tensor) -> Likelihood:
     def elements(classes: Tensor) -> Tensor:
         return F.cross_entropy(logits, classes.long(), ignore_index=IGNORE_INDEX, reduction="none")
 
-    return Likelihood(labels, elements, sample, counted.reshape(len(labels), -1).sum(1))
+    def root(unit: Tensor) -> Tensor:
+        probability = logits.softmax(1)
+        sqrt = probability.sqrt()
+        return (sqrt * unit - probability * (sqrt * unit).sum(1, keepdim=True)) * counted[:, None]
+
+    return Likelihood(logits, labels, elements, sample, root, counted.reshape(len(labels), -1).sum(1))
 
 
 def _normal(mean: Tensor, labels: Tensor) -> Likelihood:
@@ -160,7 +203,13 @@ def _normal(mean: Tensor, labels: Tensor) -> Likelihood:
     def sample() -> Tensor:
         return mean + (torch.erfinv(2 * _uniform(labels) - 1)).to(mean.dtype)
 
-    return Likelihood(labels, lambda values: (mean - values).square(), sample, _elements_per_sample(labels))
+    def elements(values: Tensor) -> Tensor:
+        return (mean - values).square()
+
+    def root(unit: Tensor) -> Tensor:
+        return 2**0.5 * unit
+
+    return Likelihood(mean, labels, elements, sample, root, _elements_per_sample(labels))
 
 
 def _bernoulli(logits: Tensor, labels: Tensor) -> Likelihood:
@@ -170,7 +219,11 @@ def _bernoulli(logits: Tensor, labels: Tensor) -> Likelihood:
     def elements(values: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits, values, reduction="none")
 
-    return Likelihood(labels, elements, sample, _elements_per_sample(labels))
+    def root(unit: Tensor) -> Tensor:
+        probability = logits.sigmoid()
+        return (probability * (1 - probability)).sqrt() * unit
+
+    return Likelihood(logits, labels, elements, sample, root, _elements_per_sample(labels))
 
 
 def _elements_per_sample(labels: Tensor) -> Tensor:
