@@ -122,10 +122,29 @@ def test_indefinite_hessians_need_damping():
     with pytest.raises(
         ValueError,
         match=rf"a smallest eigenvalue of {-needed:.3g} times their mean, with damping 0. "
-        rf"Pass a damping above {needed:.3g}, or train",
+        rf"Pass a damping above {needed:.3g}, or none",
     ):
         curvature.solve(gradients, 0)
     curvature.solve(gradients, needed + 0.01)
+
+
+def test_default_damping_makes_an_indefinite_hessian_positive_definite():
+    """It is 4 times the size of the most negative eigenvalue; 0.1 times the mean, if that is enough."""
+    model, x, y = make()
+    curvature = sw.attribution.hessian(model, loss_fn, [(x, y)])
+    smallest = torch.linalg.eigvalsh(curvature.matrix)[0]
+    assert smallest < -0.1 * curvature.mean_eigenvalue
+    inverse = torch.linalg.inv(curvature.matrix - 4 * smallest * torch.eye(len(curvature.matrix)).double())
+    found = sw.influence(model, loss_fn, batches(x, y, 5), [(x[:3], y[:3])], curvature=curvature)
+    torch.testing.assert_close(found, rows(model, x[:3], y[:3]) @ inverse @ rows(model, x, y).T, rtol=1e-7, atol=1e-9)
+    assert f", default damping {-4 * smallest:.3g})" in repr(curvature)
+    negative = Hessian(-torch.eye(2).double(), {"weight": (2,)})  # the mean is negative, too
+    torch.testing.assert_close(
+        negative.solve({"weight": torch.ones(1, 2).double()})["weight"], torch.ones(1, 2).double() / 3
+    )
+    model, x, y = logistic_regression()
+    curvature = sw.attribution.hessian(model, loss_fn, [(x, y)])
+    assert curvature.default_damping == pytest.approx(0.1 * curvature.mean_eigenvalue, rel=1e-12)
 
 
 def test_a_singular_hessian_needs_damping():
@@ -139,8 +158,9 @@ def test_losses_linear_in_the_parameters_have_a_zero_hessian():
     x = noise(4, 3).double()
     found = sw.attribution.hessian(model, lambda model, x: model(x)[:, 0], [x])
     assert not found.matrix.any()
-    with pytest.raises(ValueError, match=r"mean eigenvalue of the Hessian must be positive, .*; found 0. Train"):
-        found.solve(sw.gradients(model(x)[:, 0], model).full())
+    for damping in (None, 0.1):
+        with pytest.raises(ValueError, match=r"mean eigenvalue of the Hessian must be positive, .*; found 0. Train"):
+            found.solve(sw.gradients(model(x)[:, 0], model).full(), damping)
 
 
 def test_frozen_and_unused_parameters():

@@ -20,6 +20,7 @@ from samplewise.parallel.collectives import on_every_rank
 
 DEFAULT_DAMPING = 0.1
 LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64
+NEGATIVE = 4.0  # default damping of an indefinite Hessian, in multiples of the size of its most negative eigenvalue
 ELEMENTS = 2**18  # of one output of the model for all directions that are multiplied at a time
 
 Rows = Mapping[str, Tensor]  # parameter name -> (n, *shape), as returned by `Gradients.full`
@@ -33,10 +34,12 @@ class Curvature(Protocol):
 
     `damping` is a multiple of the mean eigenvalue of the matrix in all of attribution, so that a value suits losses,
     models and numbers of samples of any scale: the inverse is that of H + damping * mean eigenvalue * identity. None,
-    the default, is 0.1 if a matrix is inverted. The mean is taken
+    the default, is 0.1 if a matrix is inverted; 10 for `GaussNewton` without a run; and for a Hessian with negative
+    eigenvalues a multiple of the lowest one, see `Hessian`. The mean is taken
 
         EKFAC                    of each block, which is a layer, over its own eigenvalues
-        Hessian                  over all eigenvalues; it must be positive
+        GaussNewton              over all eigenvalues of the EK-FAC matrix that preconditions it
+        Hessian                  over all eigenvalues; it must be positive, unless damping is the default
         trak, ProjectedStore     over the eigenvalues of X^T X, where X are the projected gradients of a model
 
     `sw.trak` inverts a matrix in any case, `sw.influence` if it is given a curvature, a store if it is given a damping.
@@ -46,7 +49,7 @@ class Curvature(Protocol):
         """Product of (H + damping * mean eigenvalue * identity)^-1 with each row.
 
         rows: parameter name -> (n, *shape), one vector over all parameters for each of n samples; the result is alike
-        damping: 0 or more; None: 0.1
+        damping: 0 or more; None: the default
         """
 
 
@@ -143,8 +146,9 @@ class Hessian:
     def __init__(self, matrix: Tensor, shapes: Mapping[str, tuple[int, ...]]):
         self.matrix = matrix
         self.shapes = dict(shapes)
-        self._factor: Tensor | None = None  # Cholesky factor of the matrix with `_damping`
-        self._damping = 0.0
+        self._factor: Tensor | None = None  # Cholesky factor of the matrix plus `_shift`
+        self._shift = 0.0
+        self._default: float | None = None
 
     @property
     def mean_eigenvalue(self) -> float:
@@ -154,43 +158,60 @@ class Hessian:
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
         """Product of (H + damping * mean_eigenvalue * identity)^-1 with each row, name -> (n, *shape).
 
-        damping: multiple of `mean_eigenvalue`, see `Curvature`; default 0.1; 1 was better for logistic
-            regression. For a model trained with SGD for a limited number of updates, 1 / (lr * updates) /
-            mean_eigenvalue is a good choice, with lr / (1 - momentum) in place of lr: along eigenvectors with smaller
-            eigenvalues, the training has not converged. The sum must be positive definite: the Hessian of a net has
-            negative eigenvalues unless it is trained to a minimum, and that of a softmax has zeros.
+        damping: multiple of `mean_eigenvalue`, see `Curvature`; 1 was better than 0.1 for logistic regression. The sum
+            must be positive definite: the Hessian of a net has negative eigenvalues unless it is trained to a minimum,
+            and that of a softmax has zeros. Default: see `default_damping`
         """
         check_shapes({name: tuple(values.shape[1:]) for name, values in rows.items()}, self.shapes)
-        factor = self._cholesky_factor(checked_damping(damping))
+        mean = self.mean_eigenvalue
+        shift = self.default_damping if damping is None else checked_damping(damping) * mean
+        if not mean > 0 and (damping is not None or shift == 0):
+            raise ValueError(
+                "the mean eigenvalue of the Hessian must be positive, because damping is a multiple of it; found "
+                f"{mean:.3g}. Train the model closer to a minimum, leave damping out, or use sw.ekfac."
+            )
+        factor = self._cholesky_factor(shift)
         flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)
         solved = torch.cholesky_solve(flat.T.to(factor), factor).T
         parts = solved.split([rows[name][0].numel() for name in self.shapes], 1)
         by_name = dict(zip(self.shapes, parts, strict=True))
         return {name: by_name[name].to(values.dtype).reshape(values.shape) for name, values in rows.items()}
 
-    def _cholesky_factor(self, damping: float) -> Tensor:
-        if self._factor is None or damping != self._damping:
+    @property
+    def default_damping(self) -> float:
+        """The number that is added to all eigenvalues by default: 0.1 times their mean, or, if the sum is not positive
+        definite, 4 times the size of the most negative eigenvalue.
+        """
+        if self._default is None:
+            self._default = max(DEFAULT_DAMPING * self.mean_eigenvalue, 0.0)
+            if self._factor_and_failure(self._default)[1]:
+                self._default = -NEGATIVE * min(float(torch.linalg.eigvalsh(self.matrix)[0]), 0.0)
+        return self._default
+
+    def _cholesky_factor(self, shift: float) -> Tensor:
+        """Cholesky factor of the matrix plus a multiple of the identity."""
+        if self._factor is None or shift != self._shift:
             self._factor = None  # free its memory first
-            mean = self.mean_eigenvalue
-            if not mean > 0:
-                raise ValueError(
-                    "the mean eigenvalue of the Hessian must be positive, because damping is a multiple of it; found "
-                    f"{mean:.3g}. Train the model closer to a minimum, or use sw.ekfac."
-                )
-            damped = self.matrix.clone()
-            damped.diagonal().add_(damping * mean)
-            factor, failed = torch.linalg.cholesky_ex(damped)
-            pivots = factor.diagonal() ** 2  # cholesky_ex accepts a matrix that is singular up to rounding
-            if failed or not pivots.min() > len(factor) * torch.finfo(factor.dtype).eps * pivots.max():
+            factor, failed = self._factor_and_failure(shift)
+            if failed:
+                mean = self.mean_eigenvalue
                 smallest = float(torch.linalg.eigvalsh(self.matrix)[0]) / mean
                 raise ValueError(
                     "the Hessian plus damping must be positive definite; found a smallest eigenvalue of "
-                    f"{smallest:.3g} times their mean, with damping {damping:.3g}. Pass a damping above "
-                    f"{max(-smallest, 0):.3g}, or train the model closer to a minimum."
+                    f"{smallest:.3g} times their mean, with damping {shift / mean:.3g}. Pass a damping above "
+                    f"{max(-smallest, 0):.3g}, or none for the default, or train the model closer to a minimum."
                 )
             self._factor = factor
-            self._damping = damping
+            self._shift = shift
         return self._factor
 
+    def _factor_and_failure(self, shift: float) -> tuple[Tensor, bool]:
+        damped = self.matrix.clone()
+        damped.diagonal().add_(shift)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        pivots = factor.diagonal() ** 2  # cholesky_ex accepts a matrix that is singular up to rounding
+        return factor, bool(failed) or not pivots.min() > len(factor) * torch.finfo(factor.dtype).eps * pivots.max()
+
     def __repr__(self) -> str:
-        return f"Hessian({len(self.matrix):,} parameters in {listed(self.shapes)})"
+        default = "" if self._default is None else f", default damping {self._default:.3g}"
+        return f"Hessian({len(self.matrix):,} parameters in {listed(self.shapes)}{default})"

@@ -67,6 +67,7 @@ class Passes:
         """Call add(forms, samples) for each microbatch and draw of labels, and return the number of samples of this
         rank. The state of the random generators is restored.
         """
+
         # A single sample is doubled, because the engine has no factors for one sample.
         def losses_of_two(model: nn.Module, batch: Any) -> Any:
             return self.loss_fn(model, take(batch, [0, 0]) if length(batch) == 1 else batch)

@@ -38,6 +38,9 @@ from samplewise.parallel.collectives import on_every_rank
 from samplewise.scan import Scanner
 
 VECTOR_BYTES = 2**28  # of intermediate results of all vectors that are multiplied at a time
+DEFAULT_MULTIPLE = 10.0  # of the mean eigenvalue, see docs/attribution-measurements.md
+# EK-FAC is most wrong along its smallest eigenvalues: with more damping than the system, it needs fewer iterations.
+PRECONDITIONER_DAMPING = 10.0
 SAME = 1e-3  # relative difference of two gradients that are equal up to rounding
 REMEDY = "Leave refine out to use the curvature alone."
 
@@ -65,7 +68,7 @@ class GaussNewton:
     preconditioner: result of `sw.ekfac`; it changes the number of iterations, not the solution
     iterations: largest number
     damping: multiple of the mean eigenvalue of the preconditioner, over all of its eigenvalues. Default: 1 /
-        (learning rate * updates), if `run` is given, otherwise a multiple of 0.1
+        (learning rate * updates), if `run` is given, otherwise a multiple of 10
     run: run directory of the model, or one of its checkpoints; of a training with SGD
     tolerance: default: 6e-6, 2e-12 in float64
     microbatch: number of samples computed at a time, as in `sw.scan`
@@ -97,7 +100,7 @@ class GaussNewton:
         self.iterations = iterations
         self.tolerance = tolerance
         self.run_damping = None if run is None else RunDamping.of(run)
-        self.multiple = checked_damping(damping)
+        self.multiple = DEFAULT_MULTIPLE if damping is None else checked_damping(damping)
         self.stops: list[Stop] = []
         self._model = model
         self._train = train
@@ -134,7 +137,7 @@ class GaussNewton:
 
     def _conjugate_gradients(self, b: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
         """Solutions (q, p) of (G + damping) x = b for each row of b, with scalars (q, 1) of their own."""
-        tolerance = self.tolerance or torch.finfo(b.dtype).eps**0.75
+        tolerance = self.tolerance or torch.finfo(b.dtype).eps ** 0.75
         norms = b.norm(dim=1, keepdim=True)
         x = torch.zeros_like(b)
         r = b.clone()
@@ -175,7 +178,7 @@ class GaussNewton:
         return x
 
     def _precondition(self, r: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        solved = self.preconditioner.solve_shifted(_split(r, shapes), damping)
+        solved = self.preconditioner.solve_shifted(_split(r, shapes), PRECONDITIONER_DAMPING * damping)
         return torch.cat([solved[name].flatten(1) for name, _ in shapes], 1)
 
     # --- products with the Gauss-Newton matrix -----------------------------------------------------------------------

@@ -108,12 +108,12 @@ def influence(
         `samplewise.attribution.Curvature`; used for all checkpoints. For a curvature of each checkpoint, or of each of
         several models, a list of them. Default: none
     damping: multiple of the mean eigenvalue of the curvature that is added to its eigenvalues, see
-        `samplewise.attribution.Curvature`; default 0.1
+        `samplewise.attribution.Curvature`; default 0.1, with `refine` see `run`
     refine: largest number of iterations of conjugate gradients that solve the exact Gauss-Newton matrix of `train`,
         preconditioned by `curvature`, a result of `sw.ekfac`; see `samplewise.attribution.GaussNewton`. Each is a pass
         over `train` per batch of queries. A line on stderr says what stopped them. Default: the curvature alone
     run: run directory of the model, or one of its checkpoints, for a default damping of 1 / (learning rate * updates)
-        with `refine`; default: `checkpoints`, if that is a path, otherwise unknown
+        with `refine`; default: `checkpoints`, if that is a path; if no run is known, the default damping is 10
     cosine: if True, divide each dot product by both norms, at each checkpoint; 0 if a gradient is zero. With curvature,
         norms are those of the metric, sqrt(g^T (H + damping)^-1 g), which costs a `solve` of the training rows, too
     by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
