@@ -28,6 +28,62 @@ def test_dot_products_over_checkpoints(microbatch):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("refine", [None, 300])
+def test_several_models_with_a_curvature_each(refine):
+    _, x, y = make(n=12)
+    models = [make(seed=seed)[0] for seed in range(3)]
+    curvatures = [sw.ekfac(model, loss_fn, [(x, y)]) for model in models]
+    arguments = loss_fn, batches(x, y, 5), [(x[:4], y[:4])]
+    options = {"refine": refine, "damping": 30.0}
+    each = [
+        sw.influence(model, *arguments, curvature=curvature, **options)
+        for model, curvature in zip(models, curvatures, strict=True)
+    ]
+    assert not torch.allclose(each[0], each[1])
+    for several in (models, nn.ModuleList(models), iter(models)):
+        found = sw.influence(several, *arguments, curvature=curvatures, **options)
+        torch.testing.assert_close(found, sum(each) / 3)
+    by_layer = sw.influence(models, *arguments, curvature=curvatures, by="layer", **options)
+    torch.testing.assert_close(sum(by_layer.values()), sum(each) / 3)
+    checkpoints = [
+        (copy.deepcopy(model.state_dict()), rate) for model, rate in zip(models, (0.1, 0.2, 0.3), strict=True)
+    ]
+    found = sw.influence(models[0], *arguments, checkpoints, curvature=curvatures, **options)
+    torch.testing.assert_close(found, 0.1 * each[0] + 0.2 * each[1] + 0.3 * each[2])
+
+
+def test_several_models_without_curvature():
+    _, x, y = make(n=12)
+    models = [make(seed=seed)[0] for seed in range(3)]
+    wanted = sum(rows(model, x[:4], y[:4]) @ rows(model, x, y).T for model in models) / 3
+    torch.testing.assert_close(sw.influence(models, loss_fn, [(x, y)], [(x[:4], y[:4])]), wanted)
+
+
+def test_refused_numbers_of_models_and_curvatures():
+    model, x, y = make(n=12)
+    curvature = sw.ekfac(model, loss_fn, [(x, y)])
+    other = make(seed=1)[0]
+    arguments = loss_fn, [(x, y)], [(x, y)]
+    state = [(copy.deepcopy(model.state_dict()), 1.0)] * 2
+    with pytest.raises(ValueError, match="a list with one for each model; found one for several models"):
+        sw.influence([model, other], *arguments, curvature=curvature)
+    for models, curvatures, text in (
+        ([model, other], [curvature], "found 1 for 2 models"),
+        (iter([model, other]), [curvature], "found 1 for 2 models"),
+        (iter([model]), [curvature] * 2, "found 2 for 1 model"),
+        (model, [curvature] * 2, "found 2 for 1 model"),
+        ([], None, "found none for 0 models"),
+    ):
+        with pytest.raises(ValueError, match=f"one for each of at least one model, or checkpoint; {text}"):
+            sw.influence(models, *arguments, curvature=curvatures)
+    with pytest.raises(ValueError, match="found 1 for 2 models"):
+        sw.influence(model, *arguments, state, curvature=[curvature])
+    with pytest.raises(ValueError, match="checkpoints need a single model"):
+        sw.influence([model, other], *arguments, state)
+    with pytest.raises(TypeError, match="found str"):
+        sw.influence([model, "other"], *arguments)
+
+
 def test_default_is_the_current_parameters():
     model, x, y = make()
     full = rows(model, x, y)

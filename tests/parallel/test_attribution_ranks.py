@@ -148,6 +148,15 @@ def with_curvature():
     return sw.influence(model, loss_fn, train, [(x[:5], y[:5])], curvature=curvature, cosine=True)
 
 
+def refined(size=4):
+    model, x, y = make(n=17)
+    train = batches(x, y, size)
+    queries = batches(x[:5], y[:5], 3)
+    return sw.influence(
+        model, loss_fn, train, queries, curvature=sw.ekfac(model, loss_fn, train), refine=300, damping=0.5
+    )
+
+
 def of_a_shuffling_loader():
     model, x, y = make(n=17)
     return sw.ekfac(model, loss_fn, DataLoader(TensorDataset(x, y), 4, shuffle=True))
@@ -174,6 +183,12 @@ def test_curvature_is_summed_over_ranks(two, three):
 def test_influence_with_curvature(two):
     for found in two.run(with_curvature):
         torch.testing.assert_close(found, with_curvature())
+
+
+def test_conjugate_gradients_sum_products_over_ranks(two, three):
+    for team, size in ((two, 4), (three, 4), (three, 17)):  # one batch for all ranks
+        for found in team.run(refined, size):
+            torch.testing.assert_close(found, refined(size), rtol=1e-8, atol=1e-9)
 
 
 def test_a_loader_for_curvature_must_keep_its_order(two):

@@ -54,12 +54,14 @@ def ekfac(
     samples, uses its share of the batches, and gets the whole result.
 
     loader: is iterated twice
-    labels: "sampled" (default) draws labels from the model's predictions: the true Fisher matrix, which equals the
-        Gauss-Newton matrix in expectation. The loss must be the cross-entropy, binary cross-entropy with logits or
-        squared error of the model's output and the labels of a batch (x, labels), or dict with "labels", in a criterion
-        or a function; models of transformers are known, too. For another loss, a function (model, batch) -> batch with
-        sampled labels. "data": the labels of the batches, which gives the empirical Fisher matrix.
-    seed: of the sampled labels
+    labels: "expected" (default): the expectation over labels that the model predicts, which is the Gauss-Newton matrix.
+        Exact, in a backward pass for each output, if a sample has at most 16 outputs; for more, an unbiased estimate
+        with random signs, the mean of 4 draws. "sampled": one draw of labels from the predictions, a noisier estimate.
+        For both, the loss must be the cross-entropy, binary cross-entropy with logits or squared error of the model's
+        output and the labels of a batch (x, labels), or dict with "labels", in a criterion or a function; models of
+        transformers are known, too. For another loss, a function (model, batch) -> batch with sampled labels. "data":
+        the labels of the batches, which gives the empirical Fisher matrix.
+    seed: of the signs and sampled labels
     microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
         `sw.auto(memory)`
     """
@@ -79,8 +81,8 @@ def _with_labels(loss_fn: LossFn, labels: Labels) -> LossFn:
         return loss_fn
     if not callable(labels):
         raise ValueError(
-            f"labels must be 'expected', 'sampled', 'data', or a function (model, batch) -> batch with sampled labels; found "
-            f"{labels!r}."
+            "labels must be 'expected', 'sampled', 'data', or a function (model, batch) -> batch with sampled labels; "
+            f"found {labels!r}."
         )
 
     def relabeled(model: nn.Module, batch: Any) -> Any:

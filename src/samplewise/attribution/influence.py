@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, cast, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from samplewise.core.losses import LossFn
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
 from samplewise.core.text import plural
-from samplewise.core.validate import refuse_keras
-from samplewise.dataset_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
+from samplewise.dataset_pass import at_each, check_train_and_queries, map_over_ranks, parameters_kept
+from samplewise.engine.arguments import check_model
 from samplewise.engine.gradients import Gradients, factored_grads
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
@@ -122,44 +122,74 @@ def influence(
     microbatch: number of training samples computed at a time, "auto" (default) for the largest that fits into memory,
         or `sw.auto(memory)`. Query batches are not cut
     """
-    curvatures = list(curvature) if isinstance(curvature, (list, tuple)) else None
-    for matrix in [curvature] if curvatures is None else curvatures:
+    for matrix in curvature if isinstance(curvature, (list, tuple)) else [curvature]:
         _check_options(matrix, damping, refine, cosine, by)
     if run is not None and refine is None:
         raise ValueError(f"run needs refine, whose damping it sets; found run={str(run)!r} without. Pass refine=20.")
-    check_train_and_queries(train, queries)
-    single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
     if refine is not None and damping is None and run is None and isinstance(checkpoints, (str, os.PathLike)):
         run = checkpoints
+    check_train_and_queries(train, queries)
+    single = model if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else None
     total: Parts = {}
     refined: list[GaussNewton] = []
-    with ExitStack() as stack:
-        if single:
-            stack.enter_context(parameters_kept(model))
-            members = _at_checkpoints(model, as_checkpoints(model, checkpoints), curvature, curvatures)
-        else:
-            members = _of_models(model, checkpoints, curvature, curvatures)
-        count = 0
-        for count, (member, weight, matrix) in enumerate(members, 1):
+    number = 0
+    with parameters_kept(single) if single is not None else nullcontext():
+        for member, weight, matrix in _members(model, checkpoints, curvature):
+            number += 1
             if refine is not None:
-                options: Any = {"damping": damping, "run": run, "microbatch": microbatch}
-                matrix = GaussNewton(member, loss_fn, train, cast(EKFAC, matrix), refine, **options)
+                matrix = GaussNewton(
+                    member, loss_fn, train, matrix, refine, damping=damping, run=run, microbatch=microbatch
+                )
                 refined.append(matrix)
             inner_product = inner_product_of(matrix, None if refine else damping)
             scores = _Scores(member, loss_fn, inner_product, cosine, by, microbatch)
             with eval_mode(member):
                 for name, part in scores.of_all(train, queries).items():
                     total[name] = weight * part + total[name] if name in total else weight * part
-    if not single:
-        total = {name: part / count for name, part in total.items()}
+    if single is None:
+        total = {name: part / number for name, part in total.items()}
     if refined and collectives.rank() == 0 and sys.stderr is not None:
         print(f"sw.influence: {summary(refined)}", file=sys.stderr, flush=True)
     return total if by == "layer" else total[ALL]
 
 
-def _check_options(
-    curvature: Curvature | None, damping: float | None, refine: int | None, cosine: bool, by: str | None
-) -> None:
+def _members(
+    model: Any, checkpoints: CheckpointSource | None, curvature: Any
+) -> Iterator[tuple[nn.Module, float, Any]]:
+    """(model, weight, curvature) for each of several models, or for one model at each of its checkpoints."""
+    curvatures = curvature if isinstance(curvature, (list, tuple)) else None
+    number: int | None
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        states = as_checkpoints(model, checkpoints)
+        number = 1 if states is None else len(states)
+        members = ((model, rate) for rate in at_each(model, states))
+    elif checkpoints is not None:
+        raise ValueError("checkpoints need a single model, whose parameters they are; found several models.")
+    else:
+        number = len(model) if isinstance(model, Sized) else None  # a generator has no length
+        members = ((member, 1.0) for member in model)
+        if curvature is not None and curvatures is None:
+            raise ValueError("curvature must be a list with one for each model; found one for several models.")
+    if number is not None:
+        _check_number(curvatures, number)
+    count = 0
+    for count, (member, weight) in enumerate(members, 1):
+        check_model(member, "sw.influence([model, ...], loss_fn, train, queries)")
+        if number is None and curvatures is not None:
+            _check_number(curvatures, max(count, len(curvatures)))
+        yield member, weight, curvature if curvatures is None else curvatures[count - 1]
+    _check_number(curvatures, count)
+
+
+def _check_number(curvatures: Sequence[Any] | None, number: int) -> None:
+    if number == 0 or (curvatures is not None and len(curvatures) != number):
+        raise ValueError(
+            "curvature must be a list with one for each of at least one model, or checkpoint; found "
+            f"{'none' if curvatures is None else len(curvatures)} for {plural(number, 'model')}."
+        )
+
+
+def _check_options(curvature: Any, damping: float | None, refine: int | None, cosine: bool, by: str | None) -> None:
     if by not in (None, "layer"):
         raise ValueError(f"by must be None or 'layer'; found {by!r}.")
     if curvature is not None and not callable(getattr(curvature, "solve", None)):
@@ -181,61 +211,6 @@ def _check_options(
         raise ValueError(
             "cosine=True with a curvature needs by=None, because a layer has no norm of its own in the metric of a "
             "curvature; found by='layer'. Leave out one of the three."
-        )
-
-
-Member = tuple[nn.Module, float, Curvature | None]  # model, weight of its scores, curvature
-
-
-def _at_checkpoints(
-    model: nn.Module,
-    checkpoints: Sequence[Checkpoint] | None,
-    curvature: Curvature | None,
-    curvatures: Sequence[Curvature] | None,
-) -> Iterator[Member]:
-    """The model at each checkpoint, with the curvature of all of them, or with its own."""
-    states = 1 if checkpoints is None else len(checkpoints)
-    if curvatures is not None and len(curvatures) != states:
-        raise ValueError(
-            f"curvature must be one curvature, or a list with one for each checkpoint; found {len(curvatures)} for "
-            f"{plural(states, 'checkpoint')}."
-        )
-    for k, rate in enumerate(at_each(model, checkpoints)):
-        yield model, rate, curvature if curvatures is None else curvatures[k]
-
-
-def _of_models(
-    models: Iterable[nn.Module],
-    checkpoints: object,
-    curvature: Curvature | None,
-    curvatures: Sequence[Curvature] | None,
-) -> Iterator[Member]:
-    """Each model with its curvature."""
-    if checkpoints is not None:
-        raise ValueError(
-            "checkpoints need a single model, whose parameters they are; found several models. Pass one of the two."
-        )
-    number = len(models) if isinstance(models, Sized) else None
-    if curvature is not None and (curvatures is None or number not in (None, len(curvatures))):
-        raise ValueError(
-            "curvature must be a list with one curvature for each of several models; found "
-            f"{1 if curvatures is None else len(curvatures)} for {plural(number, 'model') if number else 'them'}."
-        )
-    count = 0
-    for count, model in enumerate(models, 1):
-        refuse_keras(model)
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                "model must be a model, or several in a list or generator, each with its own parameters; found "
-                f"{type(model).__name__}."
-            )
-        if curvatures is not None and count > len(curvatures):
-            break
-        yield model, 1.0, None if curvatures is None else curvatures[count - 1]
-    if not count or (curvatures is not None and count != len(curvatures)):
-        raise ValueError(
-            f"models must be at least one, and as many as curvatures; found {plural(count, 'model')} and "
-            f"{plural(len(curvatures or ()), 'curvature')}."
         )
 
 

@@ -61,7 +61,7 @@ def _influence(task: Task) -> Scores:
 
 
 def _ekfac(task: Task, damping: float = DEFAULT_DAMPING) -> Scores:
-    labels: Literal["sampled", "data"] = "sampled"
+    labels: Literal["expected", "data"] = "expected"
     try:
         curvature = ekfac(task.model, task.loss, task.train, labels=labels)
     except LossesError:  # not a known likelihood, from which labels could be drawn

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
 
 from samplewise.core.files import absolute
 from samplewise.errors import CheckpointError
@@ -65,7 +66,7 @@ class RunDamping:
         return f"{momentum} / (learning rate {self.learning_rate:.3g} * {self.updates:,} updates){decay}"
 
 
-def _mean_rate(directory: Any, updates: int, last_rate: float) -> float:
+def _mean_rate(directory: Path, updates: int, last_rate: float) -> float:
     """Mean learning rate of the updates, by linear interpolation of the logged ones; the last one without a log."""
     if not (directory / "log.jsonl").is_file():
         return last_rate
@@ -74,5 +75,4 @@ def _mean_rate(directory: Any, updates: int, last_rate: float) -> float:
     if not points:
         return last_rate
     points = [(0.0, points[0][1]), *points, (float(updates), points[-1][1])]
-    pairs = zip(points, points[1:], strict=False)
-    return sum((x - before) * (rate + rate_before) / 2 for (before, rate_before), (x, rate) in pairs) / updates
+    return sum((x - before) * (rate + other) / 2 for (before, other), (x, rate) in pairwise(points)) / updates
