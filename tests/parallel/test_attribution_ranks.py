@@ -153,7 +153,7 @@ def refined(size=4):
     train = batches(x, y, size)
     queries = batches(x[:5], y[:5], 3)
     return sw.influence(
-        model, loss_fn, train, queries, curvature=sw.ekfac(model, loss_fn, train), refine=300, damping=0.5
+        model, loss_fn, train, queries, curvature=sw.ekfac(model, loss_fn, train), refine=300, damping=5.0
     )
 
 

@@ -13,6 +13,7 @@ Legend: q vector, p all parameters, z outputs of the model.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -42,6 +43,7 @@ VECTOR_BYTES = 2**28  # of intermediate results of all vectors that are multipli
 DEFAULT_MULTIPLE = 10.0  # of the mean eigenvalue, see docs/attribution-measurements.md
 # EK-FAC is most wrong along its smallest eigenvalues: with more damping than the system, it needs fewer iterations.
 PRECONDITIONER_DAMPING = 10.0
+ROUNDING = 1e-5  # relative difference of the losses of two passes, which may be cut into other microbatches
 SAME = 1e-3  # relative difference of two gradients that are equal up to rounding
 REMEDY = "Leave refine out to use the curvature alone."
 
@@ -98,6 +100,7 @@ class GaussNewton:
                 "one of them out."
             )
         self.preconditioner = preconditioner
+        self.mean_eigenvalue = preconditioner.mean_eigenvalue
         self.iterations = iterations
         self.tolerance = tolerance
         self.run_damping = None if run is None else RunDamping.of(run)
@@ -115,11 +118,6 @@ class GaussNewton:
         """The number that is added to all eigenvalues by default."""
         return self.multiple * self.mean_eigenvalue if self.run_damping is None else self.run_damping.value
 
-    @property
-    def mean_eigenvalue(self) -> float:
-        """Mean of the eigenvalues of the preconditioner."""
-        return self.preconditioner.mean_eigenvalue
-
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
         """Product of (J^T H J / N + damping * identity)^-1 with each row, name -> (n, *shape). Collective.
 
@@ -133,10 +131,10 @@ class GaussNewton:
         flat = torch.cat([rows[name].flatten(1) for name in parameters], 1)
         flat = flat.to(wide_dtype(flat.dtype))
         with eval_mode(self._model):
-            solved = self._conjugate_grad(flat, added, list(shapes.items()))
+            solved = self._solve(flat, added, list(shapes.items()))
         return {name: values.to(rows[name].dtype) for name, values in _split(solved, shapes.items()).items()}
 
-    def _conjugate_grad(self, b: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
+    def _solve(self, b: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
         """Solutions (q, p) of (G + damping) x = b for each row of b, with scalars (q, 1) of their own."""
         tolerance = self.tolerance or torch.finfo(b.dtype).eps ** 0.75
         norms = b.norm(dim=1, keepdim=True)
@@ -150,13 +148,13 @@ class GaussNewton:
         iterations = 0
         while iterations < self.iterations and collectives.all_reduce_scalars(active.any())[0]:
             product, sum_of_losses = self._product(p, shapes)
-            if losses is not None and sum_of_losses != losses:
+            if losses is not None and not math.isclose(losses, sum_of_losses, rel_tol=ROUNDING):
                 raise BatchError(
                     "train must yield the same batches in each pass, because each iteration of conjugate gradients is "
                     f"a pass; found losses whose sum was {losses:.9g} and then {sum_of_losses:.9g}. Switch random "
                     "augmentation off."
                 )
-            losses = sum_of_losses
+            losses = losses or sum_of_losses
             product.add_(p, alpha=damping)
             curvature = (p * product).sum(1, keepdim=True)
             if not (curvature > 0)[active].all():
