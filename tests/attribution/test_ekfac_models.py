@@ -114,6 +114,7 @@ def explicit_solution(model, name, batch, rows, damping):
     return found | ({f"{name}.bias": solved[:, :, -1]} if bias is not None else {})
 
 
+RETAIN = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
 CASES = {
     "bert": (bert, classes, ["bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.0.output.dense"]),
     "gpt2": (gpt2, words, ["transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_proj"]),
@@ -132,6 +133,44 @@ def test_layers_equal_explicit_matrices(case):
     for layer in layers:
         for name, wanted in explicit_solution(model, layer, batch, rows, 0.01).items():
             torch.testing.assert_close(solved[name], wanted, rtol=1e-8, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refined_scores_equal_the_exact_solution(case):
+    """The models compute losses from labels in the batch, with fused attention; adapters of LoRA."""
+    build, data, _ = CASES[case]
+    model, batch = made(build), data(samples=6)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = 0
+    for k in range(6):
+        sample = some(batch, k, k + 1)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            logits = model(input_ids=sample["input_ids"]).logits
+        jacobian = torch.stack(
+            [torch.cat([g.flatten() for g in torch.autograd.grad(z, parameters, **RETAIN)]) for z in logits.flatten()]
+        )
+
+        def loss(z, shape=logits.shape, sample=sample):
+            labels = sample["labels"]
+            z = z.view(shape)
+            return (
+                F.cross_entropy(z, labels)
+                if z.dim() == 2
+                else F.cross_entropy(z[0, :-1], labels[0, 1:], reduction="sum")
+            )
+
+        total = total + jacobian.T @ torch.autograd.functional.hessian(loss, logits.detach().flatten()) @ jacobian
+    curvature = sw.ekfac(model, ModelLoss(), [some(batch, 0, 4), some(batch, 4, None)])
+    shift = 20 * curvature.mean_eigenvalue * torch.eye(len(total)).double()
+    flat = torch.cat([each.flatten(1) for each in rows_of(model, batch).values()], 1)
+    found = sw.influence(
+        *(model, ModelLoss(), [some(batch, 0, 4), some(batch, 4, None)], [some(batch, 0, 2)]),
+        curvature=curvature,
+        refine=400,
+        damping=20.0,
+    )
+    wanted = flat[:2] @ torch.linalg.solve(total / 6 + shift, flat.T)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("case", CASES)

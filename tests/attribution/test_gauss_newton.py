@@ -214,6 +214,18 @@ def test_zero_rows_and_unused_parameters():
     assert solved["0.weight"][0].any() and curvature.stops[0].converged
 
 
+def test_tiny_gradients_in_float32():
+    """Their squares are zero in float32."""
+    model, x, y = make(n=10)
+    model, x = model.float(), x.float()
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    curvature = GaussNewton(model, loss_fn, [(x, y)], sw.ekfac(model, loss_fn, [(x, y)]), 100)
+    solved = curvature.solve(gradients)
+    of_tiny = curvature.solve({name: g * 1e-26 for name, g in gradients.items()})
+    for name, values in of_tiny.items():
+        torch.testing.assert_close(values * 1e26, solved[name], rtol=1e-3, atol=1e-4)
+
+
 # ------------------------------------------------------------- damping of a run
 
 

@@ -137,13 +137,14 @@ class GaussNewton:
     def _solve(self, b: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
         """Solutions (q, p) of (G + damping) x = b for each row of b, with scalars (q, 1) of their own."""
         tolerance = self.tolerance or torch.finfo(b.dtype).eps ** 0.75
-        norms = b.norm(dim=1, keepdim=True)
+        norms = torch.linalg.vector_norm(b, dim=1, keepdim=True, dtype=torch.float64).to(b.dtype)
+        r = b / norms.where(norms > 0, 1)  # products of tiny gradients would underflow
         x = torch.zeros_like(b)
-        r = b.clone()
         z = self._precondition(r, damping, shapes)
         p = z.clone()
         rz = (r * z).sum(1, keepdim=True)
         active = norms > 0
+        residuals = active.to(b.dtype)
         losses: float | None = None  # of the first pass
         iterations = 0
         while iterations < self.iterations and collectives.all_reduce_scalars(active.any())[0]:
@@ -167,14 +168,13 @@ class GaussNewton:
             x.addcmul_(step, p)
             r.addcmul_(step, product, value=-1)
             iterations += 1
-            active &= r.norm(dim=1, keepdim=True) > tolerance * norms
+            residuals = r.norm(dim=1, keepdim=True)
+            active &= residuals > tolerance
             z = self._precondition(r, damping, shapes)
             previous, rz = rz, (r * z).sum(1, keepdim=True)
             p.mul_(torch.where(active, rz / previous.where(active, 1), 0)).add_(z)
-        residuals = r.norm(dim=1, keepdim=True) / norms.where(norms > 0, 1)
-        largest = float(residuals.max()) if len(residuals) else 0.0
-        self.stops.append(Stop(iterations, largest, converged=not active.any()))
-        return x
+        self.stops.append(Stop(iterations, float(residuals.max()) if len(b) else 0.0, converged=not active.any()))
+        return x.mul_(norms)
 
     def _precondition(self, r: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
         solved = self.preconditioner.solve_shifted(_split(r, shapes), PRECONDITIONER_DAMPING * damping)
