@@ -171,7 +171,7 @@ def test_scores_are_those_of_ekfac(run, damping):
     expected = sw.influence(model, loss, train, queries, curvature=curvature, damping=damping)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     about = settings(run / "attribution")
-    assert (about["method"], about["labels"], len(about["checkpoints"])) == ("ekfac", "sampled", 1)
+    assert (about["method"], about["labels"], len(about["checkpoints"])) == ("ekfac", "expected", 1)
     assert about["damping"] == (damping or 0.1)
 
 
