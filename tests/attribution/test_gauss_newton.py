@@ -210,8 +210,32 @@ def test_zero_rows_and_unused_parameters():
     curvature = GaussNewton(model, loss_fn, [(x, y)], ekfac, 300)
     solved = curvature.solve(gradients)
     assert list(solved) == list(gradients)
-    assert not any(s[1].any() for s in solved.values()) and not solved["unused"].any()
+    assert not any(s[1].any() for s in solved.values()) and solved["unused"].abs().max() < 1e-15
     assert solved["0.weight"][0].any() and curvature.stops[0].converged
+
+
+def test_rows_share_their_search_directions():
+    """Equal rows, multiples and more rows than parameters; as many rows as parameters are solved in few iterations."""
+    model, x, y = make(n=80)
+    ekfac = sw.ekfac(model, loss_fn, [(x, y)])
+    matrix = explicit_matrix(model, x, y)
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    flat = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    assert len(flat) > flat.shape[1]
+    for rows, iterations in ((list(range(80)), 3), ([0, 1, 0, 0], 60), ([5], 60)):
+        curvature = GaussNewton(model, loss_fn, [(x, y)], ekfac, 60, damping=1.0)
+        solved = curvature.solve(
+            {
+                name: g[rows] * torch.arange(1, len(rows) + 1).double().view(-1, *[1] * (g.dim() - 1))
+                for name, g in gradients.items()
+            }
+        )
+        damped = matrix + curvature.damping * torch.eye(len(matrix)).double()
+        wanted = torch.linalg.solve(damped, flat[rows].T).T * torch.arange(1, len(rows) + 1)[:, None]
+        found = torch.cat([s.flatten(1) for s in solved.values()], 1)
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
+        (stop,) = curvature.stops
+        assert stop.converged and stop.iterations <= iterations
 
 
 def test_tiny_gradients_in_float32():

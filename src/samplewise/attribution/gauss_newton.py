@@ -8,7 +8,7 @@ that any loss and any model with second derivatives will do:
     H u      derivative, along u, of the gradient of the losses with respect to the outputs
     J^T w    a backward pass
 
-Legend: q vector, p all parameters, z outputs of the model.
+Legend: q vector, p all parameters; z outputs of the model in products with the matrix.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ DEFAULT_MULTIPLE = 10.0  # of the mean eigenvalue, see docs/attribution-measurem
 PRECONDITIONER_DAMPING = 10.0
 ROUNDING = 1e-5  # relative difference of the losses of two passes, which may be cut into other microbatches
 SAME = 1e-3  # relative difference of two gradients that are equal up to rounding
+Shapes = Sequence[tuple[str, tuple[int, ...]]]  # of the parameters, by name
 REMEDY = "Leave refine out to use the curvature alone."
 
 
@@ -59,11 +60,12 @@ class Stop(NamedTuple):
 class GaussNewton:
     """Curvature: the generalized Gauss-Newton matrix of the mean loss over a loader, plus damping.
 
-    `solve` is the method of conjugate gradients, preconditioned by EK-FAC, for all rows at a time. It stops when the
-    residual of each row is at most `tolerance` times its norm, or after `iterations` iterations; `print` shows which.
-    Each iteration is a pass over the loader, whose batches must be the same each time, and keeps five numbers for each
-    row and parameter. The model is in evaluation mode, at its parameters at the time of the call. With several ranks,
-    each rank uses its share of the batches, and gets the whole result.
+    `solve` is the method of conjugate gradients, preconditioned by EK-FAC, on all rows as a block: the more rows, the
+    fewer iterations. It stops when the residual of each row is at most `tolerance` times its norm, or after
+    `iterations` iterations; `print` shows which. Each iteration is a pass over the loader, whose batches must be the
+    same each time. Up to eight numbers are kept for each row and parameter. The model is in evaluation mode, at its
+    parameters at the time of the call. With several ranks, each rank uses its share of the batches, and gets the whole
+    result.
 
     model, loss_fn: the losses must depend on the parameters through the output of a single call of the model, which is
         a tensor, or has logits
@@ -132,23 +134,28 @@ class GaussNewton:
         flat = flat.to(wide_dtype(flat.dtype))
         with eval_mode(self._model):
             solved = self._solve(flat, added, list(shapes.items()))
-        return {name: values.to(rows[name].dtype) for name, values in _split(solved, shapes.items()).items()}
+        return {name: values.to(rows[name].dtype) for name, values in _split(solved, list(shapes.items())).items()}
 
-    def _solve(self, b: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Solutions (q, p) of (G + damping) x = b for each row of b, with scalars (q, 1) of their own."""
+    def _solve(self, b: Tensor, damping: float, shapes: Shapes) -> Tensor:
+        """Solutions (q, p) of A x = b for each row of b, where A is the matrix plus damping.
+
+        Conjugate gradients on blocks of vectors (Ji and Li, 2017): the residuals r of all rows span the next search
+        directions d, so that each row is solved in the space of all of them. Orthonormal directions, of which those
+        that depend on others are left out, keep the small systems regular.
+        """
         tolerance = self.tolerance or torch.finfo(b.dtype).eps ** 0.75
         norms = torch.linalg.vector_norm(b, dim=1, keepdim=True, dtype=torch.float64).to(b.dtype)
         r = b / norms.where(norms > 0, 1)  # products of tiny gradients would underflow
         x = torch.zeros_like(b)
-        z = self._precondition(r, damping, shapes)
-        p = z.clone()
-        rz = (r * z).sum(1, keepdim=True)
-        active = norms > 0
-        residuals = active.to(b.dtype)
+        residuals = r.norm(dim=1)
+        d = _orthonormal(self._precondition(r[residuals > 0], damping, shapes))
         losses: float | None = None  # of the first pass
         iterations = 0
-        while iterations < self.iterations and collectives.all_reduce_scalars(active.any())[0]:
-            product, sum_of_losses = self._product(p, shapes)
+        while iterations < self.iterations:
+            d = collectives.broadcast_object(d)  # the number of directions may depend on rounding
+            if not len(d):
+                break
+            product, sum_of_losses = self._product(d, shapes)
             if losses is not None and not math.isclose(losses, sum_of_losses, rel_tol=ROUNDING):
                 raise BatchError(
                     "train must yield the same batches in each pass, because each iteration of conjugate gradients is "
@@ -156,33 +163,32 @@ class GaussNewton:
                     "augmentation off."
                 )
             losses = losses or sum_of_losses
-            product.add_(p, alpha=damping)
-            curvature = (p * product).sum(1, keepdim=True)
-            if not (curvature > 0)[active].all():
+            product.add_(d, alpha=damping)
+            factor, failed = torch.linalg.cholesky_ex(d @ product.T)
+            if failed:
+                smallest = torch.linalg.eigvalsh(d @ product.T)[0].item()
                 raise ValueError(
                     "the Gauss-Newton matrix plus damping must be positive definite; found a direction of curvature "
-                    f"{curvature[active].min().item():.3g} with damping {damping:.3g}. Pass a larger damping; for a "
-                    "loss that is not convex in the model's output, leave refine out."
+                    f"{smallest:.3g} with damping {damping:.3g}. Pass a larger damping; for a loss that is not convex "
+                    "in the model's output, leave refine out."
                 )
-            step = torch.where(active, rz / curvature.where(active, 1), 0)  # 0: a row that has converged stays as it is
-            x.addcmul_(step, p)
-            r.addcmul_(step, product, value=-1)
+            steps = torch.cholesky_solve(d @ r.T, factor).T
+            x.addmm_(steps, d)
+            r.addmm_(steps, product, alpha=-1)
             iterations += 1
-            residuals = r.norm(dim=1, keepdim=True)
-            active &= residuals > tolerance
-            z = self._precondition(r, damping, shapes)
-            previous, rz = rz, (r * z).sum(1, keepdim=True)
-            p.mul_(torch.where(active, rz / previous.where(active, 1), 0)).add_(z)
-        self.stops.append(Stop(iterations, float(residuals.max()) if len(b) else 0.0, converged=not active.any()))
+            residuals = r.norm(dim=1)
+            z = self._precondition(r[residuals > tolerance], damping, shapes)
+            d = _orthonormal(z - torch.cholesky_solve(product @ z.T, factor).T @ d)
+        self.stops.append(Stop(iterations, max(residuals.tolist(), default=0.0), not (residuals > tolerance).any()))
         return x.mul_(norms)
 
-    def _precondition(self, r: Tensor, damping: float, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
+    def _precondition(self, r: Tensor, damping: float, shapes: Shapes) -> Tensor:
         solved = self.preconditioner.solve_shifted(_split(r, shapes), PRECONDITIONER_DAMPING * damping)
         return torch.cat([solved[name].flatten(1) for name, _ in shapes], 1)
 
     # --- products with the Gauss-Newton matrix -----------------------------------------------------------------------
 
-    def _product(self, vectors: Tensor, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Tensor, float]:
+    def _product(self, vectors: Tensor, shapes: Shapes) -> tuple[Tensor, float]:
         """Products (q, p) of the matrix with vectors, and the sum of the losses. Collective."""
         total = torch.zeros_like(vectors)
         split_total = _split(total, shapes)  # views
@@ -280,7 +286,17 @@ def summary(curvatures: Sequence[GaussNewton]) -> str:
     )
 
 
-def _split(flat: Tensor, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+def _orthonormal(vectors: Tensor) -> Tensor:
+    """Orthonormal basis (k, p) of the space of vectors (q, p), up to rounding."""
+    if not len(vectors):
+        return vectors
+    basis, triangle = torch.linalg.qr((vectors / vectors.norm(dim=1, keepdim=True).clamp(min=1e-30)).T)
+    rotation, sizes, _ = torch.linalg.svd(triangle)
+    independent = sizes > torch.finfo(sizes.dtype).eps * len(vectors) * sizes[0]
+    return (basis @ rotation[:, : len(sizes)][:, independent]).T.contiguous()
+
+
+def _split(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """Views (q, *shape) of vectors (q, p)."""
     rows = {}
     column = 0
