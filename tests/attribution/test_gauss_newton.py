@@ -222,16 +222,16 @@ def test_rows_share_their_search_directions():
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     flat = torch.cat([g.flatten(1) for g in gradients.values()], 1)
     assert len(flat) > flat.shape[1]
-    for rows, iterations in ((list(range(80)), 3), ([0, 1, 0, 0], 60), ([5], 60)):
+    for chosen, iterations in ((list(range(80)), 3), ([0, 1, 0, 0], 60), ([5], 60)):
         curvature = GaussNewton(model, loss_fn, [(x, y)], ekfac, 60, damping=1.0)
         solved = curvature.solve(
             {
-                name: g[rows] * torch.arange(1, len(rows) + 1).double().view(-1, *[1] * (g.dim() - 1))
+                name: g[chosen] * torch.arange(1, len(chosen) + 1).double().view(-1, *[1] * (g.dim() - 1))
                 for name, g in gradients.items()
             }
         )
         damped = matrix + curvature.damping * torch.eye(len(matrix)).double()
-        wanted = torch.linalg.solve(damped, flat[rows].T).T * torch.arange(1, len(rows) + 1)[:, None]
+        wanted = torch.linalg.solve(damped, flat[chosen].T).T * torch.arange(1, len(chosen) + 1)[:, None]
         found = torch.cat([s.flatten(1) for s in solved.values()], 1)
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
         (stop,) = curvature.stops

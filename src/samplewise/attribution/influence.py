@@ -111,7 +111,8 @@ def influence(
         `samplewise.attribution.Curvature`; default 0.1, with `refine` see `run`
     refine: largest number of iterations of conjugate gradients that solve the exact Gauss-Newton matrix of `train`,
         preconditioned by `curvature`, a result of `sw.ekfac`; see `samplewise.attribution.GaussNewton`. Each is a pass
-        over `train` per batch of queries. A line on stderr says what stopped them. Default: the curvature alone
+        over `train` per batch of queries, whose queries are solved together: a larger batch needs fewer. A line on
+        stderr says what stopped them. Default: the curvature alone
     run: run directory of the model, or one of its checkpoints, for a default damping of 1 / (learning rate * updates)
         with `refine`; default: `checkpoints`, if that is a path; if no run is known, the default damping is 10
     cosine: if True, divide each dot product by both norms, at each checkpoint; 0 if a gradient is zero. With curvature,
