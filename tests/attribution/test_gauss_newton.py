@@ -358,6 +358,15 @@ def test_losses_that_are_not_convex_in_the_output():
         )
 
 
+def test_samples_must_be_finite():
+    model, x, y = make(n=10)
+    ekfac = sw.ekfac(model, loss_fn, [(x, y)])
+    bad = x.clone()
+    bad[3, 0] = torch.nan
+    with pytest.raises(sw.NonFiniteLossError, match=r"losses must be finite on train; found nan\. Remove"):
+        sw.influence(model, loss_fn, [(bad, y)], [(x, y)], curvature=ekfac, refine=5)
+
+
 def test_random_augmentation_is_refused():
     class Augmented:
         def __iter__(self):

@@ -80,8 +80,9 @@ def test_refused_numbers_of_models_and_curvatures():
         sw.influence(model, *arguments, state, curvature=[curvature])
     with pytest.raises(ValueError, match="checkpoints need a single model"):
         sw.influence([model, other], *arguments, state)
-    with pytest.raises(TypeError, match="found str"):
-        sw.influence([model, "other"], *arguments)
+    for models, text in (([model, "other"], "found str"), (7, "found int")):
+        with pytest.raises(TypeError, match=text):
+            sw.influence(models, *arguments)
 
 
 def test_default_is_the_current_parameters():

@@ -166,7 +166,7 @@ def test_scores_are_those_of_ekfac(run, damping):
     _, found = scores(run / "attribution")
     model, loss = trained_network(run), nn.CrossEntropyLoss()
     train, queries = batches()
-    loader = DataLoader(datasets()[0], batch_size=20)  # labels are drawn batch by batch
+    loader = DataLoader(datasets()[0], batch_size=20)
     curvature = sw.ekfac(model, loss, loader)
     expected = sw.influence(model, loss, train, queries, curvature=curvature, damping=damping)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

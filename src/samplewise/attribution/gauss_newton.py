@@ -34,7 +34,7 @@ from samplewise.core.state import eval_mode
 from samplewise.core.text import plural
 from samplewise.dataset_pass import check_order, check_repeatable, share_of_rank
 from samplewise.engine.arguments import check_model, wanted_parameters, wide_dtype
-from samplewise.errors import BatchError, LossesError
+from samplewise.errors import BatchError, LossesError, NonFiniteLossError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.scan import Scanner
@@ -202,6 +202,11 @@ class GaussNewton:
                 # Fused attention has no second derivative.
                 with sdpa_kernel(SDPBackend.MATH), count_saved_bytes(self._model) as saved:
                     for _, losses in self._scanner.losses(batch):
+                        if not losses.isfinite().all():
+                            raise NonFiniteLossError(
+                                f"losses must be finite on train; found {losses[~losses.isfinite()][0].item()}. Remove "
+                                "samples with NaN or infinity."
+                            )
                         self._add_product(split_total, split_vectors, losses, saved.now, check=samples == 0)
                         samples += len(losses)
                         loss += float(losses.detach().sum())

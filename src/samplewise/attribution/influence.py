@@ -160,6 +160,8 @@ def _members(
     """(model, weight, curvature) for each of several models, or for one model at each of its checkpoints."""
     curvatures = curvature if isinstance(curvature, (list, tuple)) else None
     number: int | None
+    if not isinstance(model, Iterable):
+        check_model(model, "sw.influence(model, loss_fn, train, queries)")
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         states = as_checkpoints(model, checkpoints)
         number = 1 if states is None else len(states)
