@@ -140,6 +140,16 @@ def test_an_export_changes_neither_model_nor_optimizer(exported, tmp_path, capsy
         sw.load_update(tmp_path / "update.pte").predict(x)
 
 
+def test_parameters_may_have_the_names_of_outputs(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)  # its parameters are "weight" and "bias"; an update also has an output "weight"
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), samples=1)
+    x, y = stream(1)
+    summary = sw.export_update(step, tmp_path / "update.pte", (x, y))
+    assert list(summary.state) == ["weight", "bias"]
+    assert 0 < summary.deviation.parameters < 1e-5
+
+
 def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
     def wrong(graph, *, scaled_sums):
         simplify.simplify(graph, scaled_sums=scaled_sums)
