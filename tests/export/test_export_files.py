@@ -342,6 +342,13 @@ ZOO = {
         ),
         lambda: torch.randn(1, 1, 8, 8),
     ),
+    "separable": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 4, 1), nn.ReLU()),
+            *(nn.Flatten(2), nn.Conv1d(4, 6, 5, 2), nn.SiLU(), nn.Flatten(), nn.Linear(96, 4)),
+        ),
+        lambda: torch.randn(1, 1, 8, 8),
+    ),
     "frozen batchnorm": (
         lambda: nn.Sequential(
             *(nn.Conv2d(1, 8, 3), sw.freeze_batchnorm(nn.BatchNorm2d(8)), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten()),

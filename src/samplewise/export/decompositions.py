@@ -61,12 +61,14 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    if not _is_one_image(x, transposed, groups):
+    if not _is_one_image(x, transposed):
         return NotImplemented
-    places = _places(x.shape[2:], weight.shape[2:], stride, padding, dilation)
-    result = weight.flatten(1) @ _gather(x.flatten(2)[0], places)
+    sizes = [_plane(values, first) for values, first in ((x.shape[2:], 1), (weight.shape[2:], 1))]
+    geometry = (*sizes, _plane(stride, 1), _plane(padding, 0), _plane(dilation, 1))
+    patches = _gather(x.flatten(2)[0], _places(*geometry))
+    result = _grouped(_grouped(weight.flatten(1), groups) @ _grouped(patches, groups), 1)
     result = result if bias is None else result + bias.unsqueeze(1)
-    return result.view(1, len(weight), *_output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation))
+    return result.view(1, len(weight), *_output_size(*geometry)[4 - x.dim() :])
 
 
 def convolution_backward(
@@ -82,25 +84,41 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    if not _is_one_image(x, transposed, groups):
+    if not _is_one_image(x, transposed):
         return NotImplemented
-    places = _places(x.shape[2:], weight.shape[2:], stride, padding, dilation)
+    sizes = [_plane(values, first) for values, first in ((x.shape[2:], 1), (weight.shape[2:], 1))]
+    places = _places(*sizes, _plane(stride, 1), _plane(padding, 0), _plane(dilation, 1))
     g = g.flatten(2)[0]  # (outputs, places)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
-        readers = _readers(places, x.shape[2] * x.shape[3])
-        transposed_weight = weight.transpose(0, 1).reshape(weight.shape[1], -1)  # (inputs, outputs × kernel)
-        grad_x = (transposed_weight @ _gather(g, readers)).view(x.shape)
+        readers = _readers(places, x.shape[2:].numel())
+        by_group = weight.view(groups, len(weight) // groups, weight.shape[1], -1)
+        transposed_weight = by_group.transpose(1, 2).flatten(0, 1).flatten(1)  # (inputs, outputs of a group × kernel)
+        rows = _grouped(transposed_weight, groups) @ _grouped(_gather(g, readers), groups)
+        grad_x = rows.reshape(x.shape)
     if output_mask[1]:
-        patches = _gather(x.flatten(2)[0], places)
-        grad_weight = (patches @ g.t()).t().reshape(weight.shape)
+        patches = _grouped(_gather(x.flatten(2)[0], places), groups)
+        grad_weight = (patches @ _grouped(g, groups).mT).mT.reshape(weight.shape)
     if output_mask[2]:
         grad_bias = g.sum(1)
     return grad_x, grad_weight, grad_bias
 
 
-def _is_one_image(x: Tensor, transposed: bool, groups: int) -> bool:
-    return x.dim() == 4 and len(x) == 1 and groups == 1 and not transposed and x.is_floating_point()
+def _is_one_image(x: Tensor, transposed: bool) -> bool:
+    """Test for one image, or one sequence."""
+    return x.dim() in (3, 4) and len(x) == 1 and not transposed and x.is_floating_point()
+
+
+def _plane(values: Sequence[int], first: int) -> list[int]:
+    """Setting of a convolution in two dimensions; a sequence is an image with one row."""
+    return [first, *values] if len(values) == 1 else [*values]
+
+
+def _grouped(matrix: Tensor, groups: int) -> Tensor:
+    """Matrix (rows, columns) as (groups, rows of a group, columns), and back for one group."""
+    if groups > 1:
+        return matrix.view(groups, -1, matrix.shape[-1])
+    return matrix if matrix.dim() == 2 else matrix.flatten(0, 1)
 
 
 def _output_size(
