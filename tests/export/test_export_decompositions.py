@@ -97,3 +97,14 @@ def test_the_backward_pass_of_max_pooling(settings):
     g = torch.randn_like(y)
     rest = (x, kernel, stride, padding, (1, 1), False, indices)
     torch.testing.assert_close(ours.max_pool2d_backward(g, *rest), aten.max_pool2d_with_indices_backward(g, *rest))
+
+
+@pytest.mark.parametrize("divisor", [None, 3])
+@pytest.mark.parametrize("count_include_pad", [True, False])
+@pytest.mark.parametrize("settings", [((2, 2), (), (0, 0)), ((3, 2), (1, 2), (1, 1)), ((3, 3), (2, 2), (1, 0))])
+def test_the_backward_pass_of_average_pooling(settings, count_include_pad, divisor):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 8, dtype=torch.float64)
+    rest = (*settings, False, count_include_pad, divisor)
+    g = torch.randn_like(aten.avg_pool2d(x, *rest))
+    torch.testing.assert_close(ours.avg_pool2d_backward(g, x, *rest), aten.avg_pool2d_backward(g, x, *rest))

@@ -204,6 +204,11 @@ class Mask(Branch):
         return self.layer(x) + x[x > 0].sum()
 
 
+class Erfinv(Branch):
+    def forward(self, x):
+        return torch.special.erfinv(self.layer(x).tanh())
+
+
 LINEAR = nn.Linear(6, 3)
 X, Y = torch.randn(1, 6), torch.tensor([1])
 REFUSALS = {
@@ -214,6 +219,7 @@ REFUSALS = {
     ),
     "branch": (dict(model=Branch()), "reads the value of a tensor"),
     "shape": (dict(model=Mask()), "a shape or a branch of the model or the loss function depends on the values"),
+    "kernel": (dict(model=Erfinv()), "ExecuTorch has no kernel for aten::erfinv.out; replace the layer"),
     "window": (dict(samples=None), "has a fixed number of samples; found samples=None. Write samples=1"),
     "optimizer": (
         dict(optimizer=lambda p: torch.optim.Adagrad(p)),

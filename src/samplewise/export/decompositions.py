@@ -27,6 +27,7 @@ def decompositions() -> dict[Any, Any]:
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
         aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
+        aten.avg_pool2d_backward.default: avg_pool2d_backward,
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution_backward,
     }
@@ -45,6 +46,31 @@ def max_pool2d_backward(
     """Sum of gradients by index. The kernel of ExecuTorch 1.5.1 for this operation returns wrong values."""
     planes = torch.zeros_like(x).flatten(-2)
     return planes.scatter_add(-1, indices.flatten(-2), g.flatten(-2)).view(x.shape)
+
+
+def avg_pool2d_backward(
+    g: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    """Sum of the gradients of the outputs that read a pixel. ExecuTorch has no kernel for this operation."""
+    geometry = (x.shape[-2:], kernel, stride or kernel, padding, (1, 1))
+    if ceil_mode or len(kernel) != 2 or _output_size(*geometry) != list(g.shape[-2:]):
+        return NotImplemented
+    places = _places(*geometry)
+    pixels = x.shape[-1] * x.shape[-2]
+    with _disable_current_modes():
+        divisor = torch.full((places.shape[1],), divisor_override or len(places), dtype=torch.float64)
+        if not count_include_pad and not divisor_override:
+            divisor = (places < pixels).sum(0).double()
+        shares = (1 / divisor).to(g.dtype)
+    planes = g.flatten(-2).reshape(-1, places.shape[1]) * shares
+    return _gather(planes, _readers(places, pixels)).view(len(planes), -1, pixels).sum(1).view(x.shape)
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
