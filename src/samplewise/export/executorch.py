@@ -73,7 +73,8 @@ def _check_kernels(operators: Sequence[str]) -> None:
 
     missing = sorted(set(operators) - set(Runtime.get().operator_registry.operator_names))
     if missing:
-        raise CannotCompile(f"ExecuTorch has no kernel for {', '.join(missing)}; replace the layer, or write a .pt2 file")
+        names = ", ".join(missing)
+        raise CannotCompile(f"ExecuTorch has no kernel for {names}; replace the layer, or write a .pt2 file")
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------
