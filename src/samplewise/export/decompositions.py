@@ -89,8 +89,7 @@ def convolution(
 ) -> Any:
     if not _is_one_image(x, transposed):
         return NotImplemented
-    sizes = [_plane(values, first) for values, first in ((x.shape[2:], 1), (weight.shape[2:], 1))]
-    geometry = (*sizes, _plane(stride, 1), _plane(padding, 0), _plane(dilation, 1))
+    geometry = _geometry(x, weight, stride, padding, dilation)
     patches = _gather(x.flatten(2)[0], _places(*geometry))
     result = _grouped(_grouped(weight.flatten(1), groups) @ _grouped(patches, groups), 1)
     result = result if bias is None else result + bias.unsqueeze(1)
@@ -112,8 +111,7 @@ def convolution_backward(
 ) -> Any:
     if not _is_one_image(x, transposed):
         return NotImplemented
-    sizes = [_plane(values, first) for values, first in ((x.shape[2:], 1), (weight.shape[2:], 1))]
-    places = _places(*sizes, _plane(stride, 1), _plane(padding, 0), _plane(dilation, 1))
+    places = _places(*_geometry(x, weight, stride, padding, dilation))
     g = g.flatten(2)[0]  # (outputs, places)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
@@ -135,9 +133,16 @@ def _is_one_image(x: Tensor, transposed: bool) -> bool:
     return x.dim() in (3, 4) and len(x) == 1 and not transposed and x.is_floating_point()
 
 
-def _plane(values: Sequence[int], first: int) -> list[int]:
-    """Setting of a convolution in two dimensions; a sequence is an image with one row."""
-    return [first, *values] if len(values) == 1 else [*values]
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+
+
+def _geometry(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Geometry:
+    """Sizes of image and kernel, and settings, in two dimensions: a sequence is an image with one row."""
+    if x.dim() == 4:
+        return x.shape[2:], weight.shape[2:], stride, padding, dilation
+    return (1, *x.shape[2:]), (1, *weight.shape[2:]), (1, *stride), (0, *padding), (1, *dilation)
 
 
 def _grouped(matrix: Tensor, groups: int) -> Tensor:
