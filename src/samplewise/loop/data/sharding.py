@@ -26,7 +26,9 @@ from samplewise.errors import BatchError, DistributedError
 from samplewise.loop.data.rng import nested_parts, seed_generators, set_epoch
 from samplewise.parallel import collectives
 
-CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
+CHUNK = (
+    64  # number of indices or index lists that are drawn from a sampler at a time; its attribute `chunk` if it has one
+)
 
 
 @dataclass(frozen=True)
@@ -222,9 +224,10 @@ class SeededSampler:
             seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
         with stream:
             rest = islice(sharded_indices(self._loader, self._shard, self._order), self._skip, None)
+        size = getattr(self._loader.batch_sampler, "chunk", CHUNK)
         while True:
             with stream:
-                chunk = list(islice(rest, CHUNK))
+                chunk = list(islice(rest, size))
             if not chunk:
                 return
             yield from chunk
