@@ -373,10 +373,10 @@ def test_custom_loop_continues_inside_a_batch(every, stop):
 def test_resume_with_other_settings():
     sampler = sw.ImportanceSampler(DATA, 5)
     state = sampler.state_dict()
-    with pytest.raises(ValueError, match="found samples=49 instead of 50"):
+    with pytest.raises(ValueError, match=r"found {'samples': 49.* instead of {'samples': 50"):
         sw.ImportanceSampler(X[:49], 5).load_state_dict(state)
     sw.ImportanceSampler(DATA, 6, every=2).load_state_dict(state)  # between two epochs
-    with pytest.raises(ValueError, match=re.escape("found batch_size=6 instead of 5, every=2up instead of 1ep")):
+    with pytest.raises(ValueError, match=re.escape("'batch_size': 6, 'every': '2up'} instead of")):
         sw.ImportanceSampler(DATA, 6, every=2).load_state_dict({**state, "used": 5})
 
 
@@ -397,7 +397,6 @@ WRONG = {
         DATA, 5, floor=0
     ),
     "decay must be at least 0 and below 1; found 1": lambda: sw.ImportanceSampler(DATA, 5, decay=1),
-    "score must be 'norms', 'losses' or the name": lambda: sw.ImportanceSampler(DATA, 5, score=len),
     "every must be a duration such as '1ep'": lambda: sw.ImportanceSampler(DATA, 5, every="3samples"),
     "listen needs the sw.Step": lambda: sw.ImportanceSampler(DATA, 5).listen(DATA),
     "add needs an update; found int": lambda: sw.ImportanceSampler(DATA, 5).add(1),
@@ -429,8 +428,10 @@ def test_sampler_and_loader_belong_together():
     for given in (loader, sw.already_sharded(loader)):
         with pytest.raises(TypeError, match="must be among the callbacks"):
             sw.Trainer(make_step(), None, [], progress=False).fit(given, epochs=1)
-    with pytest.raises(TypeError, match="must be the batch_sampler of a DataLoader"):
-        sw.Trainer(make_step(), None, [sampler], progress=False).fit(DataLoader(DATA), epochs=1)
+    loader.state_dict = loader.load_state_dict = dict  # as a StatefulDataLoader
+    for given in (loader, DataLoader(DATA)):
+        with pytest.raises(TypeError, match="must be the batch_sampler of a DataLoader"):
+            sw.Trainer(make_step(), None, [sampler], progress=False).fit(given, epochs=1)
 
 
 def test_datasets_without_ids():
@@ -480,7 +481,7 @@ def test_negative_scores():
 
 
 def test_unknown_score():
-    with pytest.raises(sw.BatchError, match="found 'speed', with the columns id, importance, epoch"):
+    with pytest.raises(sw.BatchError, match="one of id, importance, epoch; found 'speed'"):
         train(sw.ImportanceSampler(DATA, 5, score="speed"), make_step(), 1)
 
 

@@ -82,11 +82,6 @@ class ImportanceSampler(Sampler[list[Any]]):
     ):
         check_dataset(dataset, "ImportanceSampler")
         check_count("batch_size", batch_size)
-        if not isinstance(score, str):
-            raise TypeError(
-                f"score must be 'norms', 'losses' or the name of a column; found {score!r}. Return other scores as a "
-                "column of the loss function: return losses, {'score': values}."
-            )
         if not 0 < floor <= 1:
             raise ValueError(f"floor must be above 0, to draw every sample, and at most 1; found {floor!r}.")
         if not 0 <= decay < 1:
@@ -301,9 +296,8 @@ class ImportanceSampler(Sampler[list[Any]]):
             values = getattr(update, self.score) if self.score in ("norms", "losses") else columns.get(self.score)
             if not isinstance(values, Tensor):
                 raise BatchError(
-                    f"score must be 'norms', 'losses' or a numeric column of the updates; found {self.score!r}, with "
-                    f"the columns {', '.join(columns)}. Return it from the loss function: return losses, "
-                    f"{{{self.score!r}: values}}."
+                    f"score must be 'norms', 'losses' or a numeric column, one of {', '.join(columns)}; found "
+                    f"{self.score!r}. Return other columns from the loss function, after the losses: {{name: values}}."
                 )
             norms = update.norms if all(part.raw_norms is not None for part in update._parts) else values
             rows = [ids, values, torch.as_tensor(columns[KEY]), norms]
@@ -330,13 +324,16 @@ class ImportanceSampler(Sampler[list[Any]]):
             updates = trainer.step.counters.updates
             trainer.write("importance", epoch=epoch + 1, update=updates, variance_ratio=self.variance_ratio)
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Settings that determine the draws of an epoch."""
+        return {"samples": self.samples, "batch_size": self.batch_size, "every": str(self.every)}
+
     def state_dict(self) -> dict[str, Any]:
         """Scores, probabilities in use and position in the epoch. Every rank must call it."""
         self._convert()
         return {
-            "samples": self.samples,
-            "batch_size": self.batch_size,
-            "every": str(self.every),
+            **self._settings,
             "epoch": self._epoch,
             "used": self._used,
             "added": self._added,
@@ -352,14 +349,11 @@ class ImportanceSampler(Sampler[list[Any]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of the state."""
         check(state, STATE)
-        settings = {"samples": self.samples, "batch_size": self.batch_size, "every": str(self.every)}
-        changes = [
-            f"{name}={value} instead of {state[name]}" for name, value in settings.items() if value != state[name]
-        ]
-        if changes and (state["used"] or state["samples"] != self.samples):
+        settings = {name: state[name] for name in self._settings}
+        if settings != self._settings and (state["used"] or state["samples"] != self.samples):
             raise ValueError(
                 "an ImportanceSampler must have the dataset length of its state and, inside an epoch, batch_size and "
-                f"every; found {', '.join(changes)}. Pass those of the state."
+                f"every; found {self._settings} instead of {settings}. Pass those of the state."
             )
         self._epoch = state["epoch"]
         self._used = state["used"]
