@@ -1,5 +1,6 @@
 """Importance sampling: draws, weights, scores, exact resume, and refusals."""
 
+import json
 import math
 import re
 from itertools import chain
@@ -260,6 +261,24 @@ def test_losses_as_scores_need_no_norms():
     torch.testing.assert_close(sampler.scores, losses)
     with pytest.raises(sw.ParameterError, match="must be requested"):
         _ = next(iter(step.over(make_loader(sampler)))).norms
+
+
+def test_columns_of_a_criterion_as_scores():
+    sampler = sw.ImportanceSampler(DATA, 10, score="label", decay=0)
+    train(sampler, make_step(), 1)
+    next(iter(sampler))
+    assert sampler.scores.tolist() == Y.tolist()
+
+
+def test_a_trainer_prints_and_logs_the_variance_ratio(tmp_path, capsys):
+    sampler = sw.ImportanceSampler(DATA, 10)
+    sw.Trainer(make_step(), tmp_path / "run", [sampler]).fit(make_loader(sampler), epochs=2)
+    shown = f"epoch 2  variance ratio {sampler.variance_ratio:.4g}"
+    assert shown in capsys.readouterr().err.splitlines()
+    lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    (first, last) = [line for line in lines if line["kind"] == "importance"]
+    assert first["variance_ratio"] == 1.0  # uniform draws
+    assert last == {"kind": "importance", "epoch": 2, "update": 10, "variance_ratio": sampler.variance_ratio}
 
 
 def test_skipped_updates_leave_scores_alone():
