@@ -464,13 +464,13 @@ def test_datasets_without_ids():
 def test_ids_of_another_dataset():
     sampler = sw.ImportanceSampler(range(2), 2)
     sampler.listen(step := make_step())
-    with pytest.raises(sw.BatchError, match=re.escape("ids must be indices of the 2 samples of the dataset; found")):
+    with pytest.raises(sw.BatchError, match=re.escape("weights and ids of its draws, from 0 to 1; found tensor(")):
         train_epoch(sampler, step, make_loader(sw.ImportanceSampler(DATA, 5)))
 
 
 def test_updates_before_listen():
     sampler = sw.ImportanceSampler(DATA, 5)
-    with pytest.raises(sw.BatchError, match=re.escape("Call sampler.listen(step) before the first update.")):
+    with pytest.raises(sw.BatchError, match=re.escape("found none. Call sampler.listen(step) before the first")):
         train_epoch(sampler, make_step(), make_loader(sampler))
 
 

@@ -25,6 +25,8 @@ class IndexedItem(tuple[Any, ...]):
     Lightning and Accelerate move batches to a device without changing the class.
     """
 
+    _added: tuple[str, ...] = ("id",)  # names of the last entries
+
     def __new__(cls, *items: Any) -> IndexedItem:
         return super().__new__(cls, items)
 
@@ -33,7 +35,7 @@ class IndexedItem(tuple[Any, ...]):
 
     @property
     def _fields(self) -> tuple[str, ...]:
-        return (*(f"item{k}" for k in range(len(self) - 1)), "id")
+        return (*(f"item{k}" for k in range(len(self) - len(self._added))), *self._added)
 
     def _asdict(self) -> dict[str, Any]:
         return dict(zip(self._fields, self, strict=True))
@@ -49,9 +51,7 @@ class IndexedItem(tuple[Any, ...]):
 class WeightedItem(IndexedItem):
     """Tuple (*items, importance, id)."""
 
-    @property
-    def _fields(self) -> tuple[str, ...]:
-        return (*(f"item{k}" for k in range(len(self) - 2)), "importance", "id")
+    _added = ("importance", "id")
 
     @property
     def importance(self) -> Any:

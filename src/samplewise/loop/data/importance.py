@@ -276,16 +276,12 @@ class ImportanceSampler(Sampler[list[Any]]):
             if update.skipped or not update.local_samples:  # some values of a skipped update are unknown
                 continue
             columns = update.columns
-            if not update._has_columns("id", KEY):
-                raise BatchError(
-                    "an update must have the ids and weights of its samples; found one without them. Call "
-                    "sampler.listen(step) before the first update."
-                )
-            ids = columns["id"]
+            ids = columns.get("id") if update._has_columns("id", KEY) else None
             if not isinstance(ids, Tensor) or ids.is_floating_point() or not 0 <= ids.min() <= ids.max() < self.samples:
                 raise BatchError(
-                    f"ids must be indices of the {plural(self.samples, 'sample')} of the dataset; found {ids[:3]}. Use "
-                    "DataLoader(sw.Indexed(dataset), batch_sampler=sampler), with the dataset of the sampler."
+                    f"an update must have the weights and ids of its draws, from 0 to {self.samples - 1}; found "
+                    f"{'none' if ids is None else ids[:3]}. Call sampler.listen(step) before the first update, and use "
+                    "DataLoader(sw.Indexed(dataset), batch_sampler=sampler) with the dataset of the sampler."
                 )
             if has_counts(update) and not self._constant_divisor and (update.counts != 1).any():
                 raise BatchError(
