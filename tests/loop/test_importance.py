@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import samplewise as sw
 from samplewise.loop.callbacks import ModelCheckpoint
@@ -394,6 +394,8 @@ def test_resume_with_other_settings():
     state = sampler.state_dict()
     with pytest.raises(ValueError, match=r"found {'samples': 49.* instead of {'samples': 50"):
         sw.ImportanceSampler(X[:49], 5).load_state_dict(state)
+    with pytest.raises(ValueError, match="must have the dataset length of its state"):
+        sampler.load_state_dict({**state, "scores": state["scores"][:3]})
     sw.ImportanceSampler(DATA, 6, every=2).load_state_dict(state)  # between two epochs
     with pytest.raises(ValueError, match=re.escape("'batch_size': 6, 'every': '2up'} instead of")):
         sw.ImportanceSampler(DATA, 6, every=2).load_state_dict({**state, "used": 5})
@@ -453,12 +455,27 @@ def test_sampler_and_loader_belong_together():
             sw.Trainer(make_step(), None, [sampler], progress=False).fit(given, epochs=1)
 
 
+def test_sampler_of_another_dataset():
+    sampler = sw.ImportanceSampler(range(40), 5)
+    with pytest.raises(ValueError, match="of its loader, which has 50 samples; found 40"):
+        sw.Trainer(make_step(), None, [sampler], progress=False).fit(make_loader(sampler), epochs=1)
+
+
 def test_datasets_without_ids():
     sampler = sw.ImportanceSampler(DATA, 5)
     step = make_step()
     sampler.listen(step)
     with pytest.raises(sw.BatchError, match=r"must hold 'id'.*sw\.Indexed"):
         step.run(DataLoader(DATA, batch_sampler=sampler))
+
+
+def test_ids_below_another_wrapper():
+    """A Subset passes on numbers, without the weights of the draws."""
+    sampler = sw.ImportanceSampler(range(30), 5)
+    sampler.listen(step := make_step())
+    message = r"must hold 'importance'; found the entries 'item0', 'item1', 'id'\. .* wrap the whole dataset"
+    with pytest.raises(sw.BatchError, match=message):
+        step.run(DataLoader(Subset(sw.Indexed(DATA), range(30)), batch_sampler=sampler))
 
 
 def test_ids_of_another_dataset():

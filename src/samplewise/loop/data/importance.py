@@ -310,6 +310,12 @@ class ImportanceSampler(Sampler[list[Any]]):
                 f"{type(loader).__name__} without it. Use DataLoader(sw.Indexed(dataset), batch_sampler=sampler)."
             )
 
+        if len(loader.dataset) != self.samples:
+            raise ValueError(
+                f"an ImportanceSampler must be made for the dataset of its loader, which has {len(loader.dataset)} "
+                f"samples; found {self.samples}. Pass this dataset to ImportanceSampler."
+            )
+
     def on_update(self, trainer: Trainer, update: Update) -> None:
         if not trainer.fast_dev_run:
             self.add(update)
@@ -346,7 +352,8 @@ class ImportanceSampler(Sampler[list[Any]]):
         """Continue at the position of the state."""
         check(state, STATE)
         settings = {name: state[name] for name in self._settings}
-        if settings != self._settings and (state["used"] or state["samples"] != self.samples):
+        shapes = {(state["samples"],), *(values.shape for values in (state["scores"], *state["tables"]))}
+        if shapes != {(self.samples,)} or (settings != self._settings and state["used"]):
             raise ValueError(
                 "an ImportanceSampler must have the dataset length of its state and, inside an epoch, batch_size and "
                 f"every; found {self._settings} instead of {settings}. Pass those of the state."
