@@ -67,7 +67,7 @@ class ImportanceSampler(Sampler[list[Any]]):
     writes it to the log. The ratio of the variances is farther from 1, since both lack the same ‖mean gradient‖².
     """
 
-    chunk = 1  # batches that a trainer draws at a time
+    _chunk = 1  # batches that a trainer draws at a time
 
     def __init__(
         self,
@@ -83,7 +83,9 @@ class ImportanceSampler(Sampler[list[Any]]):
         check_dataset(dataset, "ImportanceSampler")
         check_count("batch_size", batch_size)
         if not 0 < floor <= 1:
-            raise ValueError(f"floor must be above 0, to draw every sample, and at most 1; found {floor!r}.")
+            raise ValueError(
+                f"floor must be above 0, to draw every sample, and at most 1; found {floor!r}. Pass for example 0.1."
+            )
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1; found {decay!r}. Pass 0 for the last value.")
         self.samples = len(dataset)

@@ -26,9 +26,7 @@ from samplewise.errors import BatchError, DistributedError
 from samplewise.loop.data.rng import nested_parts, seed_generators, set_epoch
 from samplewise.parallel import collectives
 
-CHUNK = (
-    64  # number of indices or index lists that are drawn from a sampler at a time; its attribute `chunk` if it has one
-)
+CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,8 @@ class SeededSampler:
             seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
         with stream:
             rest = islice(sharded_indices(self._loader, self._shard, self._order), self._skip, None)
-        size = getattr(self._loader.batch_sampler, "chunk", CHUNK)
+        # Draws of an ImportanceSampler depend on earlier updates, so that it is not asked for many at a time.
+        size = getattr(self._loader.batch_sampler, "_chunk", CHUNK)
         while True:
             with stream:
                 chunk = list(islice(rest, size))
