@@ -56,7 +56,7 @@ SECTIONS = {
     "Diagnostics": ["noise_scale", "NoiseScale", "diagnostics.signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ekfac", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
     "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
-    "Ledger": ["Ledger", "Indexed", "read_ledger"],
+    "Ledger": ["Ledger", "Indexed", "read_ledger", "ImportanceSampler"],
 }
 RESULTS = {
     "Training steps": [Totals],

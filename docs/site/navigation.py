@@ -29,6 +29,7 @@ NAVIGATION = {
         "diagnostics",
         "attribution",
         "ledger",
+        "importance-sampling",
         "report",
         "compile",
         "online",

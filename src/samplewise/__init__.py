@@ -19,6 +19,7 @@ __all__ = [
     "FitResult",
     "Gradients",
     "GraphError",
+    "ImportanceSampler",
     "Indexed",
     "Ledger",
     "LedgerError",

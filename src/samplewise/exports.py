@@ -48,6 +48,7 @@ from samplewise.ledger.sample_ids import Indexed as Indexed
 from samplewise.loop import callbacks as callbacks
 from samplewise.loop import loggers as loggers
 from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpoint
+from samplewise.loop.data.importance import ImportanceSampler as ImportanceSampler
 from samplewise.loop.data.sharding import already_sharded as already_sharded
 from samplewise.loop.stopping import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer

@@ -1,4 +1,5 @@
-"""Sections about gradients: "Gradient norms over time" of the samples, "Noise scale" and "Layers"."""
+"""Sections about gradients: "Gradient norms over time" of the samples, "Noise scale", "Importance
+sampling" and "Layers"."""
 
 from __future__ import annotations
 
@@ -61,6 +62,21 @@ def noise(run: RunLog) -> Section:
     if unknown_note:
         explanation += note_paragraph(unknown_note)
     return Section("Noise scale", beside(chart, explanation))
+
+
+def importance(run: RunLog) -> Section:
+    """Section "Importance sampling": variance of the draws compared with that of uniform ones."""
+    ratios = _positive(curve(run.importance, "variance_ratio", "variance ratio"))
+    if not ratios.finite:
+        return Section("Importance sampling", "")
+    drawing = lines([ratios], XRange(*run.span), "importance", "Variance ratio over updates")
+    note = (
+        "Mean square of the weighted gradients of drawn samples, divided by that of uniform sampling. Below 1 "
+        "importance sampling reduces the variance of updates; above 1 it increases it: use a larger floor, or uniform "
+        "sampling."
+    )
+    chart = figure("Variance relative to uniform sampling", drawing, [ratios.name])
+    return Section("Importance sampling", beside(chart, note_paragraph(note)))
 
 
 def _positive(estimates: Curve) -> Curve:

@@ -10,7 +10,7 @@ from pathlib import Path
 from samplewise.ledger.files import FOLDER
 from samplewise.report import training
 from samplewise.report.compare import write_comparison
-from samplewise.report.gradients import layers, noise, norms
+from samplewise.report.gradients import importance, layers, noise, norms
 from samplewise.report.html import (
     Section,
     columns,
@@ -52,6 +52,7 @@ def report(run: RunLog, reload: float | None = None) -> str:
     norm_quantiles = norms(run, samples)
     of_log = [
         noise(run),
+        importance(run),
         layers(run),
         training.cost(run),
         training.best(run),
