@@ -82,10 +82,6 @@ KINDS = {
         lambda: sw.by_samples(CyclicLR, N, base_lr=0.1, max_lr=1.0, step_size_up=13),
         lambda o: CyclicLR(o, 0.1, 1.0, 13),
     ),
-    "restarts": (
-        lambda: sw.by_samples(CosineAnnealingWarmRestarts, N, T_0=13, T_mult=2),
-        lambda o: CosineAnnealingWarmRestarts(o, 13, 2),
-    ),
     "sequence": (
         warmup,
         lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 20), CosineAnnealingLR(o, 40)], [20]),
@@ -194,7 +190,7 @@ def test_a_rate_in_a_tensor_is_changed_in_place():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("at", [1, 5])
 def test_resume_is_bit_identical(kind, at):
     """Also inside a window: batches of 7, and windows of 4, 6 and 10."""
     ramp = sw.ramp({0: 4, 12: 6, 30: 10})
@@ -305,7 +301,9 @@ class Recursive(CosineAnnealingLR):
         return [0.9 * group["lr"] for group in self.optimizer.param_groups]
 
 
-@pytest.mark.parametrize("kind", [MultiplicativeLR, ChainedScheduler, ReduceLROnPlateau, Recursive])
+@pytest.mark.parametrize(
+    "kind", [MultiplicativeLR, ChainedScheduler, ReduceLROnPlateau, CosineAnnealingWarmRestarts, Recursive]
+)
 def test_schedulers_without_a_formula_are_refused(kind):
     message = (
         rf"whose learning rate is a formula of the number of steps; found {kind.__name__}, .* Use CosineAnnealingLR"

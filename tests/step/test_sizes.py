@@ -175,7 +175,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("at", [0, 2, 3, 5, 9, 15, 20])
+@pytest.mark.parametrize("at", [2, 5, 9, 20])
 def test_resume_is_bit_identical_also_in_an_open_window(kind, at):
     batches = [(X[k : k + 3], Y[k : k + 3]) for k in range(0, 93, 3)]
     whole = step_of(SCHEDULES[kind]())
@@ -190,15 +190,14 @@ def test_resume_is_bit_identical_also_in_an_open_window(kind, at):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("tail", ["update", "carry"])
-def test_a_trainer_resumes_bit_identical_with_the_same_log(kind, tail, tmp_path):
+def test_a_trainer_resumes_bit_identical_with_the_same_log(kind, tmp_path):
     class Stop:
         def on_update(self, trainer, update):
             if update.index == 7:
                 trainer.stop("test")
 
     def trainer(name, callbacks=()):
-        step = step_of(SCHEDULES[kind](), tail=tail)
+        step = step_of(SCHEDULES[kind](), tail="carry")
         checkpoint = sw.callbacks.ModelCheckpoint(every="1up")
         return sw.Trainer(step, tmp_path / name, [*callbacks, checkpoint], progress=False, device="cpu", log_every=1)
 
@@ -245,7 +244,7 @@ def test_a_state_of_another_schedule_continues_with_the_one_of_the_step():
 
 
 def follower(at_least=4, at_most=40, **options):
-    return NoiseFollower(sw.follow_noise(at_least, at_most, **{"patience": 3, "decay": 0.0, **options}))
+    return NoiseFollower(sw.follow_noise(at_least, at_most, **{"ratio": 1.0, "patience": 3, "decay": 0.0, **options}))
 
 
 def feed(sizes, scale, times, monkeypatch):
@@ -445,8 +444,6 @@ def test_where_schedules_are_refused():
 def test_values():
     assert sw.ramp({0: 4, 9: 5}) == sw.ramp({0: 4, 9: 5}) != sw.ramp({0: 4})
     assert copy.deepcopy(sw.follow_noise(2, 9)) == sw.follow_noise(2, 9)
-    assert repr(sw.follow_noise(2, 9)) == "follow_noise(at_least=2, at_most=9)"
-    assert (
-        repr(sw.follow_noise(2, 9, decay=0.5, ratio=2)) == "follow_noise(at_least=2, at_most=9, ratio=2.0, decay=0.5)"
-    )
+    options = "at_least=2, at_most=9, ratio=2.0, decay=0.5, patience=10"
+    assert repr(sw.follow_noise(2, 9, decay=0.5, ratio=2)) == f"FollowNoise({options})"
     assert WindowSizes(None, Counters()).is_fixed

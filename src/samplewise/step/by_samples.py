@@ -14,14 +14,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LambdaLR,
-    LRScheduler,
-    OneCycleLR,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, SequentialLR
 
 from samplewise.transforms.transform import function_name
 
@@ -67,7 +60,7 @@ def by_samples(scheduler: Callable[..., Any], total: int, **options: Any) -> ByS
     scheduler: a class of torch.optim.lr_scheduler, or a function (optimizer, ...) that returns a LambdaLR, such as
     get_cosine_schedule_with_warmup of transformers. Supported are classes with a formula of the position:
     CosineAnnealingLR, LinearLR, ConstantLR, PolynomialLR, ExponentialLR, StepLR, MultiStepLR, LambdaLR, OneCycleLR,
-    CyclicLR, CosineAnnealingWarmRestarts; and SequentialLR, whose `schedulers` are results of by_samples.
+    CyclicLR; and SequentialLR, whose `schedulers` are results of by_samples.
     total: number of samples of the schedule; its T_max, total_iters, total_steps or num_training_steps by default.
     options: further arguments of the scheduler, in samples in place of steps.
     """
@@ -88,7 +81,7 @@ def by_samples(scheduler: Callable[..., Any], total: int, **options: Any) -> ByS
 def _check_formula(kind: type) -> None:
     """Raise TypeError unless the learning rates of a scheduler are a function of its position."""
     definition = next((cls for cls in kind.__mro__ if "get_lr" in vars(cls)), object)
-    if not ("_get_closed_form_lr" in vars(definition) or definition in (*DIRECT, CosineAnnealingWarmRestarts)):
+    if not ("_get_closed_form_lr" in vars(definition) or definition in DIRECT):
         raise TypeError(
             "by_samples needs a scheduler whose learning rate is a formula of the number of steps; found "
             f"{kind.__name__}, which computes it from the one before. Use {SUPPORTED}."
@@ -181,9 +174,6 @@ def _bind(schedule: BySamples, optimizer: Optimizer) -> LRScheduler:
 
 def _set_rates(scheduler: Any, position: int) -> None:
     """Set the learning rates to those at a position, in samples."""
-    if isinstance(scheduler, CosineAnnealingWarmRestarts):
-        scheduler.step(position)  # in this class, the position is an argument
-        return
     scheduler.last_epoch = position
     scheduler._get_lr_called_within_step = True  # get_lr warns otherwise
     formula = getattr(scheduler, "_get_closed_form_lr", scheduler.get_lr)

@@ -62,9 +62,9 @@ class FollowNoise:
 
     at_least: int
     at_most: int
-    ratio: float = 1.0
-    decay: float = 0.98
-    patience: int = 10
+    ratio: float
+    decay: float
+    patience: int
 
     @property
     def sizes(self) -> list[int]:
@@ -73,17 +73,9 @@ class FollowNoise:
         sizes = [self.at_least << k for k in doublings]
         return sizes if sizes[-1] == self.at_most else [*sizes, self.at_most]
 
-    def __repr__(self) -> str:
-        arguments = [f"at_least={self.at_least}, at_most={self.at_most}"]
-        arguments += [f"{n}={getattr(self, n)}" for n in _OPTIONS if getattr(self, n) != getattr(FollowNoise, n)]
-        return f"follow_noise({', '.join(arguments)})"
-
-
-_OPTIONS = ("ratio", "decay", "patience")
-
 
 def follow_noise(
-    at_least: int, at_most: int, *, ratio: float = 1.0, decay: float = 0.98, patience: int = 10
+    at_least: int, at_most: int, *, ratio: float = 0.5, decay: float = 0.98, patience: int = 10
 ) -> FollowNoise:
     """Schedule for `Step(samples=...)`: number of samples per update by the gradient noise scale, tr Σ / |G|².
 
