@@ -39,7 +39,7 @@ FOLLOW = "follow"
 SEEDS = (1, 2)  # of the table; the learning rates are chosen with seed 0
 VALIDATION = 2000
 EVERY = 2000  # samples between two evaluations
-START = 0.2  # learning rate at which the search begins
+START = 0.2  # learning rate at which the search begins for the smallest size
 CONTEXT = 8
 Run = dict[str, Any]
 
@@ -164,9 +164,9 @@ class Row:
     course: list[tuple[int, int, float]]  # of the first seed: samples, size, noise scale
 
 
-def row_of(results: Results, name: str, task: Task, size: int | str) -> Row | None:
-    """None if no learning rate reaches the goal, or one of the seeds does not."""
-    k = task.rates.index(START)
+def row_of(results: Results, name: str, task: Task, size: int | str, start: float) -> Row | None:
+    """`start`: learning rate at which the search begins. None if no learning rate reaches the goal, or one of the seeds does not."""
+    k = task.rates.index(start)
     costs: dict[int, float] = {}
     while True:  # to the learning rate whose neighbors need more samples
         near = [i for i in (k, k + 1, k - 1) if 0 <= i < len(task.rates)]
@@ -212,8 +212,8 @@ def table_of(name: str, task: Task, fixed: Sequence[Row], follow: Row | None) ->
     cheap = min((row for row in fixed if row.samples <= 1.1 * best.samples), key=lambda row: row.updates)
     caption = (
         f"Validation loss {task.goal:.2f}; means of {len(SEEDS)} seeds; torch {torch.__version__}, one thread, "
-        f"{processor()}. Fit: Smin = {smallest:,.0f} updates, Emin = {smallest * critical:,.0f} samples, critical batch "
-        f"size {critical:,.0f}. Noise scale at the best fixed size, {best.size}: {best.scale:,.0f}, "
+        f"{processor()}. Fit: Smin = {smallest:,.0f} updates, Emin = {smallest * critical:,.0f} samples, critical "
+        f"batch size {critical:,.0f}. Noise scale at the best fixed size, {best.size}: {best.scale:,.0f}, "
         f"{best.scale / critical:.2f} times the critical batch size."
     )
     if follow is not None:
@@ -269,9 +269,11 @@ def main() -> None:
     pictures = []
     for name in options.tasks or TASKS:
         task = TASKS[name](options.text)
-        rows = [row_of(results, name, task, size) for size in SIZES]
-        fixed = [row for row in rows if row is not None]
-        follow = row_of(results, name, task, FOLLOW)
+        fixed: list[Row] = []
+        for size in SIZES:
+            row = row_of(results, name, task, size, fixed[-1].rate if fixed else START)
+            fixed += [] if row is None else [row]
+        follow = row_of(results, name, task, FOLLOW, 2 * START)
         table = table_of(f"batch-size-{name}", task, fixed, follow)
         print(table)
         if options.write is not None:
