@@ -64,7 +64,7 @@ def fashion(texts: Sequence[Path]) -> Task:
         return nn.Sequential(nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 10))
 
     rates = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-    return Task("Fashion-MNIST", x, y, make_model, 0.40, rates, 600_000, 14_000)
+    return Task("Fashion-MNIST", x, y, make_model, 0.40, rates, 1_000_000, 14_000)
 
 
 def characters(texts: Sequence[Path]) -> Task:
@@ -165,7 +165,7 @@ class Row:
 
 
 def row_of(results: Results, name: str, task: Task, size: int | str, start: float) -> Row | None:
-    """`start`: learning rate at which the search begins. None if no learning rate reaches the goal, or one of the seeds does not."""
+    """None if no learning rate reaches the goal, or a seed does not. `start`: where the search for the rate begins."""
     k = task.rates.index(start)
     costs: dict[int, float] = {}
     while True:  # to the learning rate whose neighbors need more samples
