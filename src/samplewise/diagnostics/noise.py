@@ -12,7 +12,8 @@ from torch import Tensor
 
 from samplewise.engine.gradients import Gradients, check_gradients
 from samplewise.step.noise import Noise as Noise
-from samplewise.step.noise import NoiseAverage, check_noise_is_known, noise_of_samples, noise_of_update
+from samplewise.step.noise import NoiseAverage, check_noise_is_known, noise_of_samples
+from samplewise.step.sizes import noise_of_update
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 

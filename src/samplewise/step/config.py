@@ -18,7 +18,7 @@ from samplewise.parallel.launch import ParallelArgument
 from samplewise.step.by_samples import BySamples, SampleScheduler
 from samplewise.step.noise import check_noise_is_known
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
-from samplewise.step.sizes import FollowNoise, Ramp, Samples
+from samplewise.step.schedules import FollowNoise, Ramp, Samples
 from samplewise.transforms.chain import Chain, as_chain
 from samplewise.transforms.per import Per, as_per
 

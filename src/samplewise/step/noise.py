@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from samplewise.core.text import Table, Tabular
-from samplewise.parallel import collectives
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.per import Per
 from samplewise.transforms.transform import Grouping, SumTransform, Transform
-
-if TYPE_CHECKING:  # its modules import the settings of a step, which import this one
-    from samplewise.step.update import Update
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,25 +102,6 @@ class NoiseAverage:
 def noise_of_samples(norms: Tensor, mean_norm: float) -> Noise:
     """Estimate from per-sample norms (B,) and the norm of the mean gradient."""
     return estimate(norms.detach().double().square().sum().item(), len(norms), mean_norm)
-
-
-def noise_of_update(update: Update, norms: Tensor | None) -> Noise | None:
-    """Estimate from an update, over all ranks. `norms`: of this rank's samples before transforms; None: not recorded.
-    Returns None for skipped updates, single samples (no variance), blocks of updates, and if a rank has no norms.
-    Collective.
-    """
-    if update._was_skipped or update.samples < 2 or update._updates > 1:
-        return None
-    squares: float | Tensor = 0.0
-    if norms is not None:
-        weights = update.weights
-        assert isinstance(weights, Tensor)
-        squares = (norms * weights.abs()).double().square().sum()
-    total, missing = collectives.all_reduce_scalars(squares, norms is None)
-    if missing:
-        return None
-    mean_norm = update.grad_norm * float(update._sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
-    return estimate(total, update.samples, mean_norm)
 
 
 def estimate(squares: float, samples: int, mean_norm: float) -> Noise:

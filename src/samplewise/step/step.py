@@ -40,7 +40,8 @@ from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import make_policy
 from samplewise.step.private_accumulate import PrivateAccumulator
 from samplewise.step.ranks import make_ranks
-from samplewise.step.sizes import Samples, WindowSizes
+from samplewise.step.schedules import Samples
+from samplewise.step.sizes import WindowSizes
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, BatchLayouts, Counters
 from samplewise.step.window_builder import WindowBuilder
