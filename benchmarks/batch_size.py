@@ -232,6 +232,7 @@ def draw(pictures: Sequence[tuple[Task, Sequence[Row], Row | None]], path: Path)
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     ink, blue, red = "#2b2b33", "#4878a8", "#d9562b"
     figure, axes = plt.subplots(len(pictures), 2, figsize=(9, 3.4 * len(pictures)), squeeze=False, layout="tight")
@@ -239,19 +240,28 @@ def draw(pictures: Sequence[tuple[Task, Sequence[Row], Row | None]], path: Path)
         smallest, critical = fit(fixed)
         sizes = [2 ** (k / 10) for k in range(20, 115)]
         updates = [smallest * (1 + critical / size) for size in sizes]
-        trade.plot([s * b for s, b in zip(updates, sizes, strict=True)], updates, color=blue, lw=1, label="fit")
-        trade.plot([row.samples for row in fixed], [row.updates for row in fixed], "o", color=blue, label="fixed size")
+        samples = [updates_of * size / 1000 for updates_of, size in zip(updates, sizes, strict=True)]
+        trade.plot(samples, updates, color=blue, lw=1, label="fit")
+        trade.plot(
+            [row.samples / 1000 for row in fixed], [row.updates for row in fixed], "o", color=blue, label="fixed"
+        )
         for row in fixed:
-            trade.annotate(f" {row.size}", (row.samples, row.updates), fontsize=8, color=ink, va="bottom")
+            trade.annotate(f" {row.size}", (row.samples / 1000, row.updates), fontsize=8, color=ink, va="bottom")
         if follow is not None:
-            trade.plot([follow.samples], [follow.updates], "*", ms=13, color=red, label="follow_noise")
-            course.plot([p[0] for p in follow.course], [p[2] for p in follow.course], color=blue, label="noise scale")
-            course.plot([p[0] for p in follow.course], [p[1] for p in follow.course], color=red, label="update size")
-        trade.set(xscale="log", yscale="log", xlabel="samples to the goal", ylabel="updates", title=task.title)
-        course.set(yscale="log", xlabel="samples seen", ylabel="samples", title="follow_noise")
-        for axis in (trade, course):
-            axis.legend(frameon=False, fontsize=8)
-            axis.spines[["top", "right"]].set_visible(False)
+            trade.plot([follow.samples / 1000], [follow.updates], "*", ms=13, color=red, label="follow_noise")
+            seen = [samples / 1000 for samples, *_ in follow.course]
+            course.plot(seen, [scale for *_, scale in follow.course], color=blue, label="noise scale")
+            course.step(seen, [size for _, size, _ in follow.course], color=red, label="update size", where="post")
+        trade.set(xscale="log", yscale="log", xlabel="thousand samples to the goal", ylabel="updates", title=task.title)
+        course.set(yscale="log", xlabel="thousand samples seen", ylabel="samples", title="follow_noise")
+        for axes_of in (trade, course):
+            axes_of.legend(frameon=False, fontsize=8)
+            axes_of.spines[["top", "right"]].set_visible(False)
+        for axis, ticks in ((trade.xaxis, [50 * 2**k for k in range(5)]), (course.yaxis, [2**k for k in range(5, 12)])):
+            low, high = axis.get_view_interval()
+            axis.set_minor_formatter(NullFormatter())
+            axis.set_ticks([tick for tick in ticks if low <= tick <= high])
+            axis.set_major_formatter("{x:.0f}")
     figure.savefig(path, dpi=90)
     plt.close(figure)
 
