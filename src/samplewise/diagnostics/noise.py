@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samplewise.engine.gradients import Gradients, check_gradients
 from samplewise.step.noise import Noise as Noise
-from samplewise.step.noise import NoiseAverage, check_noise_is_known, noise_of_samples
+from samplewise.step.noise import NoiseAverage, check_decay, check_noise_is_known, noise_of_samples
 from samplewise.step.sizes import noise_of_update
 from samplewise.step.step import Step
 from samplewise.step.update import Update
@@ -65,11 +65,9 @@ class NoiseScale:
     """
 
     def __init__(self, decay: float = 0.99):
-        self._average = NoiseAverage(decay)
-
-    @property
-    def decay(self) -> float:
-        return self._average.decay
+        check_decay(decay)
+        self.decay = decay
+        self._average = NoiseAverage()
 
     def __repr__(self) -> str:
         return f"NoiseScale(decay={self.decay:g}{f', {self.value!r}' if self._average.weight else ''})"
@@ -85,7 +83,7 @@ class NoiseScale:
             )
         else:
             new = noise_of_samples(norms, float(grad_norm))
-        self._average.add(new)
+        self._average.add(new, self.decay)
         return self.value
 
     @property
@@ -113,7 +111,7 @@ class NoiseScale:
             )
         new = noise_of_update(update, update.norms)
         assert new is not None
-        self._average.add(new)
+        self._average.add(new, self.decay)
         if trainer is not None and trainer.log_every.ends_with(update, trainer.step):
             batch = trainer.step.samples or update.samples  # the last batch of an epoch may be smaller
             trainer.write("noise", update=trainer.step.counters.updates, batch=batch, **self.value._numbers())

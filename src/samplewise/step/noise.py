@@ -65,20 +65,18 @@ def _divide(a: float, b: float) -> float:
 
 
 class NoiseAverage:
-    """Exponential moving averages of trace and signal. `decay`: their factor per update."""
+    """Exponential moving averages of trace and signal."""
 
-    def __init__(self, decay: float):
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must lie in [0, 1); found {decay!r}.")
-        self.decay = decay
+    def __init__(self) -> None:
         self.weight = 0.0
         self._trace = 0.0
         self._signal = 0.0
 
-    def add(self, new: Noise) -> None:
-        self._trace = self.decay * self._trace + (1 - self.decay) * new.trace
-        self._signal = self.decay * self._signal + (1 - self.decay) * new.signal
-        self.weight = self.decay * self.weight + (1 - self.decay) * 1.0
+    def add(self, new: Noise, decay: float) -> None:
+        """Add an estimate. `decay`: factor of the averages so far."""
+        self._trace = decay * self._trace + (1 - decay) * new.trace
+        self._signal = decay * self._signal + (1 - decay) * new.signal
+        self.weight = decay * self.weight + (1 - decay) * 1.0
 
     @property
     def value(self) -> Noise:
@@ -94,6 +92,11 @@ class NoiseAverage:
         self._trace = state["trace"]
         self._signal = state["signal"]
         self.weight = state["weight"]
+
+
+def check_decay(decay: float) -> None:
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay must lie in [0, 1); found {decay!r}.")
 
 
 # --- estimates --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from samplewise.step.noise import NoiseAverage
+from samplewise.step.noise import check_decay
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +93,7 @@ def follow_noise(
         )
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < inf:
         raise ValueError(f"ratio must be positive and finite; found {ratio!r}.")
-    NoiseAverage(decay)  # raises if decay is not in [0, 1)
+    check_decay(decay)
     return FollowNoise(at_least, at_most, float(ratio), decay, patience)
 
 

@@ -65,7 +65,7 @@ class NoiseFollower:
     def __init__(self, schedule: FollowNoise):
         self.schedule = schedule
         self.size = schedule.at_least
-        self.average = NoiseAverage(schedule.decay)
+        self.average = NoiseAverage()
         self._beyond = 0  # number of updates in a row whose target is the next size or more; negative: the previous one
 
     def record(self, update: Update) -> None:
@@ -76,7 +76,7 @@ class NoiseFollower:
         new = noise_of_update(update, update.norms if recorded else None)
         if new is None or not (isfinite(new.trace) and isfinite(new.signal)):
             return
-        self.average.add(new)
+        self.average.add(new, self.schedule.decay)
         noise = self.average.value
         scale = inf if noise.signal <= 0 < noise.trace else noise.scale
         larger, smaller = self._neighbors()

@@ -40,7 +40,7 @@ from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import make_policy
 from samplewise.step.private_accumulate import PrivateAccumulator
 from samplewise.step.ranks import make_ranks
-from samplewise.step.schedules import Samples
+from samplewise.step.schedules import FollowNoise, Ramp
 from samplewise.step.sizes import WindowSizes
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, BatchLayouts, Counters
@@ -133,7 +133,7 @@ class Step(CheckedAttributes):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Rule,
         loss_fn: Callable[..., Any],
-        samples: Samples = None,
+        samples: int | Ramp | FollowNoise | None = None,
         *,
         microbatch: int | Literal["auto"] | Auto | None = None,
         transforms: Transforms = (),
@@ -355,7 +355,7 @@ class Step(CheckedAttributes):
         return self._windows.samples
 
     @samples.setter
-    def samples(self, samples: Samples) -> None:
+    def samples(self, samples: int | Ramp | FollowNoise | None) -> None:
         self._configure(samples=samples)
 
     @property
