@@ -398,6 +398,7 @@ def test_bad_ramps(sizes, message):
         ((4, 8, {"ratio": 0}), "ratio must be positive and finite; found 0"),
         ((4, 8, {"ratio": math.inf}), "ratio must be positive and finite; found inf"),
         ((4, 8, {"decay": 1}), r"decay must lie in \[0, 1\); found 1"),
+        ((4, 8, {"decay": "slow"}), r"decay must lie in \[0, 1\); found .slow."),
     ],
 )
 def test_bad_arguments_of_follow_noise(arguments, message):

@@ -95,7 +95,7 @@ class NoiseAverage:
 
 
 def check_decay(decay: float) -> None:
-    if not 0 <= decay < 1:
+    if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
         raise ValueError(f"decay must lie in [0, 1); found {decay!r}.")
 
 
