@@ -37,7 +37,7 @@ ATTRIBUTION = ("attribute", "hessian", "margin", "select", "ProjectedStore")
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
     "Loops without a step": ["backward", "BackwardResult"],
-    "Training steps": ["Step", "Update", "per", "auto", "batch_constants", "sgd"],
+    "Training steps": ["Step", "Update", "per", "ramp", "follow_noise", "by_samples", "auto", "batch_constants", "sgd"],
     "Audit of training loops": ["audit"],
     "Online learning": ["Online"],
     "Export of updates": ["export_update", "load_update"],

@@ -27,6 +27,8 @@ KEYWORDS = {
     "audit": "check a training loop, verify training, test a training loop, debug training, loss not decreasing, "
     "pytest, gradient accumulation bug, num_items_in_batch, weight of each token, token weighting, mean of means, "
     "loss normalization, batch size invariance, resume, sanity check",
+    "batch-size": "batch size schedule, batch size warmup, batch size ramp-up, rampup, dynamic batch size, adaptive "
+    "batch, critical batch size, gradient noise scale, increase the batch size, learning rate by samples or tokens",
     "audit-tutorial-loops": "mistakes, training loop tutorial, gradient accumulation, accumulation_steps, last batch, "
     "idx % n == 0, model.eval, model.train, requires_grad_, element 0 of tensors does not require grad, zero_grad, "
     "clip_grad_norm_, GradScaler, unscale_, scheduler.step, len(train_loader), padding mask, mean loss, "

@@ -22,6 +22,7 @@ NAVIGATION = {
         "audit-tutorial-loops",
         "gradients",
         "step",
+        "batch-size",
         "transforms",
         "trainer",
         "integrations",

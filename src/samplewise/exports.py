@@ -58,7 +58,10 @@ from samplewise.privacy.privacy import Privacy as Privacy
 from samplewise.scan import scan as scan
 from samplewise.step.backward import BackwardResult as BackwardResult
 from samplewise.step.backward import backward as backward
+from samplewise.step.by_samples import by_samples as by_samples
 from samplewise.step.config import sgd as sgd
+from samplewise.step.schedules import follow_noise as follow_noise
+from samplewise.step.schedules import ramp as ramp
 from samplewise.step.step import Step as Step
 from samplewise.step.update import Update as Update
 from samplewise.transforms.chain import chain as chain

@@ -166,8 +166,10 @@ def _check_step(step: Step) -> Formula:
     for reason, holds in reasons.items():
         if holds:
             raise ExportError(f"the update cannot be exported with {reason}.")
-    if config.samples is None:
-        raise ExportError("an exported update has a fixed number of samples; found samples=None. Write samples=1.")
+    if type(config.samples) is not int:
+        raise ExportError(
+            f"an exported update has a fixed number of samples; found samples={config.samples}. Write samples=1."
+        )
     if any(p.dtype != torch.float32 for p in evaluator.trained.trainable().values()):
         raise ExportError("exported updates compute in float32; found trained parameters of another dtype.")
     _check_first_update(step, formula)

@@ -243,6 +243,12 @@ class Trainer(CheckedAttributes):
         costs = {"phases": self._timer.read(data.seconds_waited), "memory": peak_memory(self.device)}
         if not self._loss_meter.hides_samples:
             line = {"samples": counters.samples, **line}
+        sizes = self.step._windows.sizes
+        if not sizes.is_fixed:
+            line["samples_per_update"] = self.step.samples
+        if sizes.follower is not None and sizes.follower.average.weight:
+            noise = sizes.follower.average.value._numbers()
+            self.write("noise", update=counters.updates, batch=self.step.samples, **noise)
         self.write("train", epoch=self._epoch + 1, update=counters.updates, **line, **costs)
         if self._noted_loading:
             return
@@ -365,7 +371,7 @@ class Trainer(CheckedAttributes):
         if until.unit == "up":
             return until.number
         per_epoch = 1 if self.fast_dev_run else data.updates_per_epoch(self.step.samples)
-        if per_epoch is None:
+        if per_epoch is None or not (self.fast_dev_run or self.step._windows.sizes.is_fixed):
             return None
         if self.step.privacy is not None:  # a pass ends at a multiple of its draws, also if it is resumed inside
             return per_epoch * until.number

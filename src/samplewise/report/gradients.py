@@ -90,7 +90,7 @@ def _meaning(scales: Curve, batches: Curve) -> str:
     estimate = f"The noise scale is about {_round(scale)} samples (median of the second half of the run)"
     if not batches.finite:
         return f"{estimate}. The batch size is not known."
-    batch = median(value for _, value in batches.finite)
+    batch = median(value for _, value in batches.finite[len(batches.finite) // 2 :])
     if batch * FAR_RATIO < scale:
         return (
             f"{estimate}. The batch size {_round(batch)} is far below it: the gradient is mostly noise, and a larger "

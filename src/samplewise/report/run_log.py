@@ -19,7 +19,7 @@ Point = tuple[float, float]  # update, value
 # Position of a line, not a measured value.
 POSITION_FIELDS = {"kind", "epoch", "update", "samples", "seconds", "skipped"}
 # Numbers of a train line that have their own chart.
-CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "compute_samples_per_second", "memory"}
+CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "compute_samples_per_second", "memory", "samples_per_update"}
 
 
 class Curve(NamedTuple):

@@ -16,6 +16,7 @@ from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
+from samplewise.step.by_samples import SampleScheduler
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import MixedPrecision
 from samplewise.step.nonfinite import (
@@ -28,6 +29,7 @@ from samplewise.step.nonfinite import (
     supports_undo,
 )
 from samplewise.step.parameters import TrainedParameters
+from samplewise.step.sizes import WindowSizes
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window
 from samplewise.transforms.stats import SampleStats, denominator
@@ -55,8 +57,10 @@ class UpdateApplier:
         ranks: Parallel,
         counters: Counters,
         buffers: Buffers,
+        sizes: WindowSizes,
     ):
         self.config = config
+        self.sizes = sizes
         self.trained = trained
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -105,7 +109,23 @@ class UpdateApplier:
         window.begun = False
         if observation.observers and not outcome.skipped and not hidden:
             self._report(window)
+        self.finish(update)
         return update
+
+    def finish(self, update: Update) -> None:
+        """Adapt learning rate and size of the next update, after the counters include this one. Collective."""
+        self.follow_samples()
+        self.sizes.record(update)
+
+    def follow_samples(self) -> None:
+        """Set the learning rate of a schedule by samples, between two windows. Samples of skipped updates count."""
+        if isinstance(self.scheduler, SampleScheduler):
+            self.scheduler.seek(self.counters.samples)
+
+    def step_scheduler(self) -> None:
+        """Step a scheduler that is stepped once per update."""
+        if not (self.scheduler is None or isinstance(self.scheduler, SampleScheduler)):
+            self.scheduler.step()
 
     def _report(self, window: Window) -> None:
         """Notify observers of the weights of the window's samples."""
@@ -134,6 +154,8 @@ class UpdateApplier:
         except SamplewiseError:
             self.counters.samples -= last.samples
             self.counters.microbatches -= last.microbatches
+            if isinstance(self.scheduler, SampleScheduler):
+                self.scheduler.step(-last.samples)
             if not reported:
                 raise
 
@@ -167,11 +189,10 @@ class UpdateApplier:
         try:
             if flag is None:
                 self.optimizer.step()
-                if self.scheduler is not None:
-                    self.scheduler.step()
+                self.step_scheduler()
             else:  # both steps can be undone if the device has skipped the update
                 flag.step(self.optimizer)
-                if self.scheduler is not None:
+                if not (self.scheduler is None or isinstance(self.scheduler, SampleScheduler)):
                     scheduled = SchedulerStep(self.optimizer, self.scheduler)
         finally:
             self.ranks.reshard()
