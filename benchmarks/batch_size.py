@@ -6,7 +6,7 @@ Tasks: fashion (MLP on Fashion-MNIST of 14 × 14 pixels, Debian's package datase
 the last 8 characters of a text; by default the Markdown files of docs/). SGD without momentum and without a schedule.
 For each size, the learning rate is the one of a grid that reaches the validation loss with the fewest samples, with
 seed 0; the table has means over two other seeds. `follow` is sw.follow_noise(at_least=32, at_most=1024), with the
-same grid; its other settings are the defaults, which were chosen on digits and MNIST. A run that is diverging, or too
+same grid; its other settings are the defaults. A run that is diverging, or too
 long, counts as not finished. All runs are kept in the file of results: a second call continues there.
 
 With S updates and E samples, the trade-off (S / Smin - 1)(E / Emin - 1) = 1 is fitted to the fixed sizes by least
