@@ -21,7 +21,7 @@ from samplewise.core.text import Table, Tabular
 from samplewise.engine.gradients import Gradients, check_gradients
 from samplewise.parallel import collectives
 from samplewise.step.step import Step
-from samplewise.step.update import Update
+from samplewise.step.update import Update, has_dropped
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.transform import Grouping, SumTransform, Transform
 
@@ -163,8 +163,11 @@ class NoiseScale:
                 "the noise scale needs updates with one weight per sample; found one for each parameter. Compute "
                 "gradients g and call add(g)."
             )
-        norms = collectives.all_gather_rows(update.norms * weights.abs())
-        mean_norm = update.grad_norm * float(update._sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
+        norms = update.norms * weights.abs()
+        norms = collectives.all_gather_rows(norms[~update.dropped] if has_dropped(update) else norms)
+        if len(norms) < 2:
+            return
+        mean_norm = update.grad_norm * float(update._sums()[1]) / len(norms)  # the update is Σ c·g / Σ counts
         estimate = self.add(norms, mean_norm)
         if trainer is not None and trainer.log_every.ends_with(update, trainer.step):
             numbers = {"scale": estimate.scale, "trace": estimate.trace, "signal": estimate.signal}

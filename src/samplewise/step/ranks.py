@@ -114,10 +114,10 @@ def _problem(window: Window) -> Exception | None:
     if totals.skips:
         return window.failure or nonfinite_elsewhere()
     if isfinite(totals.losses) and not totals.invalid:
-        if config.policy.empty_updates or 0 < totals.denominators < inf:
+        if config.policy.empty_updates or config.transforms.drops or 0 < totals.denominators < inf:
             return None
         return NonFiniteLossError(NO_DENOMINATOR.format(total=totals.denominators))
-    problem = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
+    problem = problem_of_losses(cat([part.kept_losses for part in window.parts])) or problem_of_counts(window.parts)
     if config.on_nonfinite != "skip":
         collectives.barrier(problem)
     return problem or nonfinite_elsewhere()

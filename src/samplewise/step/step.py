@@ -508,6 +508,7 @@ class Step(CheckedAttributes):
             "samples_in_windows": windows.ranks.epoch_state(),
             "layouts": self._layouts.state_dict(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
+            "transforms": self.transforms.state_dict(),
             **self.config.policy.state_dict(),
         }
 
@@ -524,6 +525,7 @@ class Step(CheckedAttributes):
         self._runner.load_state_dict(state["compiling"])
         windows.ranks.load_epoch_state(state.get("samples_in_windows") or [])
         self._layouts.load_state_dict(state.get("layouts") or BatchLayouts().state_dict())
+        self.transforms.load_state_dict(state.get("transforms"))
         windows.load_state_dict(state["window"])
 
     def _window_state(self) -> dict[str, Any]:
