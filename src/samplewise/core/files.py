@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.json"  # in every run directory
 RUN_VERSION = 2  # "format_version" in that file
+RECIPE_FILE = "recipe.json"  # in the directory of a run of `samplewise train`: recipe and options
 QUARANTINE_FILE = "quarantine.jsonl"  # in the directory of a run with sw.callbacks.Quarantine
 DESCRIPTION = "samplewise"  # key of the description in the metadata of a file of tensors
 
