@@ -29,8 +29,8 @@ def dropped_samples(update: Update, parameters: Sequence[str]) -> list[dict[str,
                 "position": row,
                 "id": sample_id.item() if hasattr(sample_id, "item") else sample_id,
                 "reason": "norm" if isfinite(norms[row]) else "gradient" if isfinite(losses[row]) else "loss",
-                "loss": finite_json(losses[row]),
-                "norm": finite_json(norms[row]),
+                "loss": losses[row] if isfinite(losses[row]) else None,
+                "norm": norms[row] if isfinite(norms[row]) else None,
                 "layer": parameters[parameter - 1] if parameter > 0 else None,
             }
         )
@@ -38,9 +38,9 @@ def dropped_samples(update: Update, parameters: Sequence[str]) -> list[dict[str,
 
 
 def finite_json(value: Any) -> Any:
-    """A value for JSON, in which NaN and infinity are null: JSON has no such numbers."""
+    """A value for JSON, in which NaN and infinity are texts: JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {name: finite_json(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite_json(entry) for entry in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -117,7 +117,7 @@ class GuardState(TransformState):
 
     def state_dict(self) -> dict[str, Any]:
         self._count_added()
-        norms = {name: list(map(list, counts.items())) for name, counts in self._norms.state_dict().items()}
+        norms = {name: list(map(list, sorted(counts.items()))) for name, counts in self._norms.state_dict().items()}
         bounds = [None if bound == inf else bound for bound in (self.bound, self.limit)]
         return {"norms": norms, "bounds": bounds, "new": self._new, "progress": self._progress}
 
