@@ -11,7 +11,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.core.quantiles import RunningQuantiles
 from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, TransformError
-from samplewise.transforms.guard import REFRESH, WARM_UP
+from samplewise.transforms.guard import CLIP_AFTER, DROP_AFTER, REFRESH
 from samplewise.transforms.stats import SampleStats
 
 NAN = float("nan")
@@ -66,15 +66,16 @@ def test_the_bounds_are_quantiles_of_the_norms_in_the_window(clip):
         guard.state.state_dict()  # must not change the bounds
         known = torch.cat(everything[(update + 1) // 10 * 10 - 10 if update >= 19 else 0 :])
         fresh = known[: len(known) - len(known) % 50]
-        if len(fresh) < WARM_UP:
-            assert guard.state.bound == guard.state.limit == inf
+        assert (guard.state.bound == inf) == (len(fresh) < CLIP_AFTER)
+        assert guard.state.limit < inf  # 50 norms are enough for a median
+        if len(fresh) < CLIP_AFTER:
             continue
         # The bounds are at most 1/REFRESH of the norms old, and quantiles are rounded by at most 2 %.
         low, high = (float(fresh.quantile(max(0.0, min(1.0, clip + d)))) for d in (-0.03, 0.03))
         assert low * 0.99 <= guard.state.bound <= high * 1.03
         low, high = (float(fresh.quantile(0.5 + d)) for d in (-0.06, 0.06))
         assert 5 * low * 0.98 <= guard.state.limit <= 5 * high * 1.02
-    assert REFRESH == 50
+    assert REFRESH == 50 > DROP_AFTER
 
 
 def test_coefficients_are_those_of_the_formula():

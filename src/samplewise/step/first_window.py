@@ -73,7 +73,8 @@ class FirstWindowChecks:
         """Check a complete window of `ranks` ranks, whose gradients are summed, for common mistakes; warn or raise."""
         samples = window.samples if window.totals is None else window.totals.samples
         chain = window.config.transforms
-        empty = not samples or (chain.drops and not denominator(window.parts))
+        total = denominator(window.parts) if window.totals is None else window.totals.denominators
+        empty = not samples or (chain.drops and not total)
         if WEIGHTS in self.pending and (window.failure is not None or empty):
             return  # the next window is the first one that can be checked
         if GRADIENTS in self.pending:

@@ -14,7 +14,8 @@ from samplewise.core.validate import parse_interval
 from samplewise.transforms.stats import SampleStats
 from samplewise.transforms.transform import SampleTransform, TransformState
 
-WARM_UP = 100  # norms before which nothing is clipped, or dropped because of its norm
+DROP_AFTER = 20  # norms before which nothing is dropped because of its norm: a median needs less than a quantile
+CLIP_AFTER = 100  # norms before which nothing is clipped
 REFRESH = 50  # the bounds are computed again when the norms have increased by 1/REFRESH
 ROUNDING = 1.01  # from the middle of a bucket of the quantiles to its end, so that no value of the bucket exceeds it
 WINDOWS = {"up": "'1000up' (updates)", "samples": "'50000samples'"}
@@ -34,8 +35,9 @@ def guard(clip: float | None = 0.99, drop: float | None = 50.0, window: str | in
     A sample whose loss or gradient is NaN or infinite gets weight 0 as well (in `sw.backward`, it raises as without a
     guard). Dropped samples are in no sum: neither in the denominator of the update nor in `update.loss`;
     `update.dropped` marks them. An update of which nothing is left is skipped; if none of its samples was finite, it
-    raises, unless on_nonfinite="skip". Until 100 norms are recorded, only non-finite samples are dropped. Norms of
-    dropped samples are not recorded; those of clipped ones are, with their full length.
+    raises, unless on_nonfinite="skip". Warm-up: until 20 norms are recorded, in most runs in the first update, only
+    non-finite samples are dropped, and until 100 norms nothing is clipped. Norms of dropped samples are not recorded;
+    those of clipped ones are, with their full length.
 
     The guard has a state, which is part of `step.state_dict()`: each step needs a guard of its own. It must be the
     first transform.
@@ -102,12 +104,11 @@ class GuardState(TransformState):
             self._norms.turn()
             self._progress = 0
         self._new = 0
-        quantile = median = 0.0
-        if len(self._norms) >= WARM_UP:
-            quantile = 0.0 if self._clip is None else self._norms.quantile(self._clip)
-            median = self._norms.quantile(0.5)
-        self.bound = quantile * ROUNDING or inf
-        self.limit = median * (self._drop or 0.0) or inf
+        norms = self._norms
+        clips = self._clip is not None and len(norms) >= CLIP_AFTER
+        drops = self._drop is not None and len(norms) >= DROP_AFTER
+        self.bound = norms.quantile(self._clip) * ROUNDING or inf if clips else inf
+        self.limit = norms.quantile(0.5) * self._drop or inf if drops else inf
 
     def _count_added(self) -> None:
         """Count the norms of the last updates: of several at once, which takes less time."""
