@@ -1,8 +1,9 @@
 """Training with 1 % corrupted samples: without them, without protection, with batch clipping, with sw.guard; and the
 cost of the guard.
 
-    python benchmarks/guard.py digits       # python benchmarks/guard.py text, cost
-    python benchmarks/guard.py digits 5     # with five seeds instead of three
+    python benchmarks/guard.py digits 5     # or text; the number of seeds
+    python benchmarks/guard.py kinds        # each kind of corruption alone, on digits
+    python benchmarks/guard.py cost
 
 A third of the corrupted samples have a shuffled label (text: shuffled targets), a third is multiplied by 1,000 (text:
 its loss is, as with a wrong weight), and a third is NaN (text: its loss is). "found" is the share of their ids in
@@ -162,6 +163,33 @@ def compare(task, seeds):
         print(f"| {name} | {numbers} | {' | '.join(shares)} |", flush=True)
 
 
+def by_kind():
+    """Held-out loss by kind of corruption, over that of the same training, in the same order, without corruption."""
+
+    def only(kind):
+        def task(seed):
+            *parts, corrupt, epochs = digits(seed)
+            return *parts, lambda x, y, ids, k, generator: k == kind and corrupt(x, y, ids, k, generator), epochs
+
+        return task
+
+    print("| corrupted | no protection | `sw.guard()` |")
+    print("|---|---|---|")
+    with tempfile.TemporaryDirectory() as directory:
+
+        def losses(kind, **options):
+            runs = (Path(directory, f"{kind} {options} {seed}") for seed in range(5))
+            return [trained(only(kind), seed, run, **options)["loss"] for seed, run in enumerate(runs)]
+
+        expected = losses(None)
+        for kind in (None, *KINDS):
+            cells = [
+                mean(a / b for a, b in zip(found, expected, strict=True))
+                for found in (losses(kind), losses(kind, transforms=True))
+            ]
+            print(f"| {kind or 'none'} | {cells[0]:.3f} | {cells[1]:.3f} |", flush=True)
+
+
 def cost():
     """Median time of an update with guard over that with clip, interleaved."""
     print("| model | update with `sw.clip` | `sw.guard` / `sw.clip` |")
@@ -210,7 +238,7 @@ MODELS = {
 }
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["cost"]:
-        cost()
+    if sys.argv[1] in ("cost", "kinds"):
+        cost() if sys.argv[1] == "cost" else by_kind()
     else:
         compare({"digits": digits, "text": text}[sys.argv[1]], int(sys.argv[2]) if len(sys.argv) > 2 else 3)

@@ -23,6 +23,7 @@ NAVIGATION = {
         "gradients",
         "step",
         "transforms",
+        "guard",
         "trainer",
         "integrations",
         "privacy",

@@ -71,11 +71,11 @@ def test_the_bounds_are_quantiles_of_the_norms_in_the_window(clip):
         if len(fresh) < CLIP_AFTER:
             continue
         # The bounds are at most 1/REFRESH of the norms old, and quantiles are rounded by at most 2 %.
-        low, high = (float(fresh.quantile(max(0.0, min(1.0, clip + d)))) for d in (-0.03, 0.03))
+        low, high = (float(fresh.quantile(max(0.0, min(1.0, clip + d)))) for d in (-0.05, 0.05))
         assert low * 0.99 <= guard.state.bound <= high * 1.03
         low, high = (float(fresh.quantile(0.5 + d)) for d in (-0.06, 0.06))
         assert 5 * low * 0.98 <= guard.state.limit <= 5 * high * 1.02
-    assert REFRESH == 50 > DROP_AFTER
+    assert REFRESH == 25 > DROP_AFTER
 
 
 def test_coefficients_are_those_of_the_formula():
@@ -226,7 +226,8 @@ def test_an_outlier_is_left_out_of_denominator_and_loss(counts):
         assert update.dropped.tolist() == [row in (250, 303) for row in range(k, k + 10)]
         assert update.loss == pytest.approx(expected.loss, rel=1e-12)
     assert torch.allclose(weights(step), weights(others), rtol=1e-11, atol=0)
-    assert step.transforms.states[0]._norms.state_dict() == others.transforms.states[0]._norms.state_dict()
+    norms = [other.state_dict()["transforms"][0]["norms"] for other in (step, others)]
+    assert norms[0] == norms[1]
     totals = make(sw.guard(), loss_fn=loss_fn).run(
         [(x[k : k + 10], y[k : k + 10], n[k : k + 10]) for k in range(0, 400, 10)]
     )

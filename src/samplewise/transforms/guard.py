@@ -16,7 +16,7 @@ from samplewise.transforms.transform import SampleTransform, TransformState
 
 DROP_AFTER = 20  # norms before which nothing is dropped because of its norm: a median needs less than a quantile
 CLIP_AFTER = 100  # norms before which nothing is clipped
-REFRESH = 50  # the bounds are computed again when the norms have increased by 1/REFRESH
+REFRESH = 25  # the bounds are computed again when the norms have increased by 1/REFRESH
 ROUNDING = 1.01  # from the middle of a bucket of the quantiles to its end, so that no value of the bucket exceeds it
 WINDOWS = {"up": "'1000up' (updates)", "samples": "'50000samples'"}
 
@@ -81,7 +81,7 @@ class GuardState(TransformState):
         self.bound = self.limit = inf
 
     def coefficients(self, stats: SampleStats) -> Tensor:
-        norms = _per_count(stats)
+        norms = _per_count(stats.norms, stats.counts)
         if self.bound == inf:
             return torch.ones_like(norms).masked_fill_(norms > self.limit, 0.0)
         coefficients = torch.where(norms > self.bound, self.bound / norms, 1.0)
@@ -89,7 +89,8 @@ class GuardState(TransformState):
 
     def values(self, stats: SampleStats) -> Tensor:
         """Norms (B,); NaN for dropped samples, which are not recorded."""
-        norms = _per_count(SampleStats(stats.losses, stats.counts, raw_norms=stats.unscaled_norms))
+        assert stats.unscaled_norms is not None  # the guard needs them
+        norms = _per_count(stats.unscaled_norms, stats.counts)
         return norms if stats.dropped is None else norms.masked_fill(stats.dropped != 0, torch.nan)
 
     def commit(self, values: Tensor) -> None:
@@ -105,10 +106,11 @@ class GuardState(TransformState):
             self._progress = 0
         self._new = 0
         norms = self._norms
-        clips = self._clip is not None and len(norms) >= CLIP_AFTER
-        drops = self._drop is not None and len(norms) >= DROP_AFTER
-        self.bound = norms.quantile(self._clip) * ROUNDING or inf if clips else inf
-        self.limit = norms.quantile(0.5) * self._drop or inf if drops else inf
+        self.bound = self.limit = inf
+        if self._clip is not None and len(norms) >= CLIP_AFTER:
+            self.bound = norms.quantile(self._clip) * ROUNDING or inf
+        if self._drop is not None and len(norms) >= DROP_AFTER:
+            self.limit = norms.quantile(0.5) * self._drop or inf
 
     def _count_added(self) -> None:
         """Count the norms of the last updates: of several at once, which takes less time."""
@@ -131,7 +133,6 @@ class GuardState(TransformState):
             self._progress = int(state["progress"])
 
 
-def _per_count(stats: SampleStats) -> Tensor:
+def _per_count(norms: Tensor, counts: Tensor | None) -> Tensor:
     """Norms (B,), divided by the counts if there are any; 0 for a count of 0."""
-    norms = stats.norms
-    return norms if stats.counts is None else torch.where(stats.counts > 0, norms / stats.counts, 0.0)
+    return norms if counts is None else torch.where(counts > 0, norms / counts, 0.0)
