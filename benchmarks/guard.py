@@ -130,7 +130,7 @@ def trained(task, seed, run, clean=False, transforms=False, max_grad_norm=None):
         on_nonfinite="skip",
     )
     callbacks = [sw.callbacks.Quarantine()] if transforms else []
-    trainer = sw.Trainer(step, run, callbacks, seed=seed, device="cpu", progress=False)
+    trainer = sw.Trainer(step, run, callbacks, seed=seed, device="cpu", progress=False, exists="overwrite")
     trainer.fit(DataLoader(dataset, batch_size=50, shuffle=True), epochs=epochs)
     with torch.no_grad():
         losses = loss_fn(model, test)
