@@ -89,7 +89,12 @@ def test_coefficients_are_those_of_the_formula():
     assert torch.equal(guard(stats(norms)), expected)
     counts = torch.tensor([3.0, 4, 2, 5, 1, 10, 7], dtype=torch.float64)
     assert torch.allclose(guard(stats(norms * counts, counts)), expected)
-    assert torch.equal(guard(stats([5.0], [0.0])), torch.ones(1, dtype=torch.float64))  # of no tokens
+    empty = stats([0.0], [0.0])  # without tokens
+    assert guard(empty).tolist() == [1.0]
+    before = len(guard.state._norms)
+    guard.state.commit(guard.state.values(empty))
+    guard.state.state_dict()
+    assert len(guard.state._norms) == before
 
 
 def test_only_what_is_asked_for():

@@ -134,5 +134,5 @@ class GuardState(TransformState):
 
 
 def _per_count(norms: Tensor, counts: Tensor | None) -> Tensor:
-    """Norms (B,), divided by the counts if there are any; 0 for a count of 0."""
-    return norms if counts is None else torch.where(counts > 0, norms / counts, 0.0)
+    """Norms (B,), divided by the counts if there are any. 0 / 0 is NaN, which is not recorded and has coefficient 1."""
+    return norms if counts is None else norms / counts
