@@ -319,6 +319,12 @@ def test_an_update_without_a_finite_sample_is_an_error(samples):
     assert not update.skipped
 
 
+def test_counts_of_zero_are_an_error_as_without_a_guard():
+    step = make(sw.guard(), loss_fn=lambda model, batch: (squares(model, batch), torch.zeros(8)), recheck=False)
+    with pytest.raises(NonFiniteLossError, match="the denominator of a window must be positive and finite"):
+        step(data(8))
+
+
 def test_buffers_do_not_see_the_dropped_sample():
     class Tracking(nn.Module):
         def __init__(self):

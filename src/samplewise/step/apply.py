@@ -13,12 +13,13 @@ from torch import Tensor
 from samplewise.core import observation
 from samplewise.core.state import Buffers
 from samplewise.engine.deferred_checks import DeferredChecks
-from samplewise.errors import ParameterError, SamplewiseError
+from samplewise.errors import NonFiniteLossError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import MixedPrecision
 from samplewise.step.nonfinite import (
+    NO_DENOMINATOR,
     SchedulerStep,
     SkipFlag,
     problem_of,
@@ -200,7 +201,7 @@ class UpdateApplier:
         return Outcome(True, rates, lambda: torch.tensor(torch.nan))
 
     def _is_empty(self, window: Window) -> bool:
-        """True if all samples of the window were dropped, on all ranks."""
+        """True if the denominator is 0, as when all samples of the window were dropped, on all ranks."""
         return window.failure is None and not (
             denominator(window.parts) if window.totals is None else window.totals.denominators
         )
@@ -209,10 +210,12 @@ class UpdateApplier:
         """Skip an update of which nothing is left. If no sample was finite, the model may be the reason: as without a
         transform that drops samples, this is an error, which may be skipped. Collective.
         """
-        finite = any(
-            bool(part.unscaled_norms.isfinite().any()) for part in window.parts if part.unscaled_norms is not None
-        )
-        if not (collectives.all_reduce_scalars(finite)[0] if self.ranks.exchanges else finite):
+        norms = cat([part.unscaled_norms for part in window.parts])
+        counts: list[Any] = [any(part.dropped is not None for part in window.parts), norms.isfinite().any()]
+        dropped, finite = collectives.all_reduce_scalars(*counts) if self.ranks.exchanges else counts
+        if not dropped:
+            return self._skip(NonFiniteLossError(NO_DENOMINATOR.format(total=0)), rates)
+        if not finite:
             problem = problem_of_losses(cat([part.losses for part in window.parts]))
             return self._skip(problem or problem_of_gradients("of every sample"), rates)
         return Outcome(True, rates, lambda: torch.tensor(torch.nan))
