@@ -48,6 +48,7 @@ SECTIONS = {
         "drop",
         "normalize",
         "align",
+        "guard",
         "group",
         "noise",
         "testing.check_transform",

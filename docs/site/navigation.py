@@ -24,6 +24,7 @@ NAVIGATION = {
         "step",
         "batch-size",
         "transforms",
+        "guard",
         "trainer",
         "integrations",
         "privacy",

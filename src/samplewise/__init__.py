@@ -63,6 +63,7 @@ __all__ = [
     "freeze_batchnorm",
     "gradients",
     "group",
+    "guard",
     "influence",
     "input_gradients",
     "load_checkpoint",

@@ -67,6 +67,7 @@ from samplewise.step.update import Update as Update
 from samplewise.transforms.chain import chain as chain
 from samplewise.transforms.clip import clip as clip
 from samplewise.transforms.clip import normalize as normalize
+from samplewise.transforms.guard import guard as guard
 from samplewise.transforms.per import per as per
 from samplewise.transforms.sums import group as group
 from samplewise.transforms.sums import noise as noise

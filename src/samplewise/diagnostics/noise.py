@@ -110,7 +110,8 @@ class NoiseScale:
                 "gradients g and call add(g)."
             )
         new = noise_of_update(update, update.norms)
-        assert new is not None
+        if new is None:
+            return
         self._average.add(new, self.decay)
         if trainer is not None and trainer.log_every.ends_with(update, trainer.step):
             batch = trainer.step.samples or update.samples  # the last batch of an epoch may be smaller

@@ -159,6 +159,7 @@ def _check_step(step: Step) -> Formula:
         f"precision={config.precision!r}": config.precision not in (None, "32"),
         "transforms that add noise": bool(chain.on_sum),
         "transforms that group samples or use reference gradients": bool(chain.grouping or chain.samples.references),
+        f"transforms with a state, such as {chain!r}": bool(chain.states),
         'aggregate=sw.per("group")': config.aggregate is not None and config.aggregate.key is not None,
         "a model that is not in CPU memory": evaluator.trained.device.type != "cpu",
         "samples that are accumulated but not applied": step._has_pending_samples,

@@ -37,7 +37,7 @@ from samplewise.step.step import Step
 # Files of a run next to its checkpoints, saved models and run.json: of the trainer, loggers, the ledger and the report.
 RUN_FILES = (
     *("log.jsonl", "train.csv", "validation.csv", "tensorboard/events.out.tfevents.*"),
-    *("samples/part-*.parquet", "previews.json", "report.html"),
+    *("samples/part-*.parquet", "previews.json", "quarantine.jsonl", "recipe.json", "report.html"),
 )
 
 

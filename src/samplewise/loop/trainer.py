@@ -356,6 +356,12 @@ class Trainer(CheckedAttributes):
             self._files.describe(**run_metadata(self.step, self.loader, self.device, **settings))
         return self._loader
 
+    def _resume_from(self, state: dict[str, Any], loader: Iterable[Any]) -> None:
+        """Continue from the state of a checkpoint, without a run directory. Call it before `fit`."""
+        self._open(loader, None, resume=False)
+        self._run_state.start()
+        self._load(state)
+
     def _note_changed_settings(self) -> None:
         """After a resume, write a line of kind "note" if settings differ from those of the checkpoint, and warn unless
         they were set by a callback.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from samplewise.core.files import QUARANTINE_FILE
 from samplewise.ledger.files import FOLDER
 from samplewise.report import training
 from samplewise.report.compare import write_comparison
@@ -23,13 +24,14 @@ from samplewise.report.html import (
     write,
 )
 from samplewise.report.previews import read_previews
+from samplewise.report.quarantine import quarantine
 from samplewise.report.run_log import RunLog, is_number, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import scatter
 
 MAX_TILES = 6  # headline figures
 INTERVAL = 5.0  # seconds between two looks at a watched run
-FILES = ("log.jsonl", "run.json", "previews.json", f"{FOLDER}/*.parquet")
+FILES = ("log.jsonl", "run.json", "previews.json", QUARANTINE_FILE, f"{FOLDER}/*.parquet")
 FileStamps = list[tuple[str, int, int]]
 
 
@@ -54,6 +56,7 @@ def report(run: RunLog, reload: float | None = None) -> str:
         noise(run),
         importance(run),
         layers(run),
+        quarantine(run),
         training.cost(run),
         training.best(run),
         training.epochs(run),

@@ -13,18 +13,20 @@ from torch import Tensor
 from samplewise.core import observation
 from samplewise.core.state import Buffers
 from samplewise.engine.deferred_checks import DeferredChecks
-from samplewise.errors import ParameterError, SamplewiseError
+from samplewise.errors import NonFiniteLossError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
 from samplewise.step.by_samples import SampleScheduler
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import MixedPrecision
 from samplewise.step.nonfinite import (
+    NO_DENOMINATOR,
     SchedulerStep,
     SkipFlag,
     problem_of,
     problem_of_checks,
     problem_of_gradients,
+    problem_of_losses,
     supports_flag,
     supports_undo,
 )
@@ -32,7 +34,7 @@ from samplewise.step.parameters import TrainedParameters
 from samplewise.step.sizes import WindowSizes
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window
-from samplewise.transforms.stats import SampleStats, denominator
+from samplewise.transforms.stats import SampleStats, cat, denominator
 
 
 class UndecidedUpdate(NamedTuple):
@@ -81,6 +83,8 @@ class UpdateApplier:
         if self._undecided is not None:
             self.settle()
         outcome = self._change_parameters(window)
+        if window.config.transforms.states and (not outcome.skipped or self._is_empty(window)):
+            self._commit(window)
         if outcome.skipped:
             self.trained.clear()
             self._buffers.restore()
@@ -168,6 +172,8 @@ class UpdateApplier:
         rates = self.rates()
         if window.failure is not None:
             return self._skip(window.failure, rates)
+        if window.config.transforms.drops and self._is_empty(window):
+            return self._skip_empty(window, rates)
         self.divide(window)
         flag = None
         norms = None
@@ -175,7 +181,8 @@ class UpdateApplier:
             unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
             values = self._values_to_check(unchecked, window)
             norms = self._norms(values)
-            if window.totals is None and self.flags:
+            # States of transforms change if the update is made, which must then be known at once.
+            if window.totals is None and self.flags and not window.config.transforms.states:
                 flag = self._flag(window, norms, values)
             elif not norms.finite():
                 problem = self._problem(norms, unchecked, window.checks)
@@ -213,6 +220,34 @@ class UpdateApplier:
             raise problem
         self.precision.record_overflow()
         return Outcome(True, rates, lambda: torch.tensor(torch.nan))
+
+    def _is_empty(self, window: Window) -> bool:
+        """True if the denominator is 0, as when all samples of the window were dropped, on all ranks."""
+        return window.failure is None and not (
+            denominator(window.parts) if window.totals is None else window.totals.denominators
+        )
+
+    def _skip_empty(self, window: Window, rates: list[Any]) -> Outcome:
+        """Skip an update of which nothing is left. If no sample was finite, the model may be the reason: as without a
+        transform that drops samples, this is an error, which may be skipped. Collective.
+        """
+        norms = cat([part.unscaled_norms for part in window.parts])
+        counts: list[Any] = [any(part.dropped is not None for part in window.parts), norms.isfinite().any()]
+        dropped, finite = collectives.all_reduce_scalars(*counts) if self.ranks.exchanges else counts
+        if not dropped:
+            return self._skip(NonFiniteLossError(NO_DENOMINATOR.format(total=0)), rates)
+        if not finite:
+            problem = problem_of_losses(cat([part.losses for part in window.parts]))
+            return self._skip(problem or problem_of_gradients("of every sample"), rates)
+        return Outcome(True, rates, lambda: torch.tensor(torch.nan))
+
+    def _commit(self, window: Window) -> None:
+        """Change the states of transforms by the samples of the update, of all ranks. Collective."""
+        for state in window.config.transforms.states:
+            values = cat([state.values(part) for part in window.parts])
+            if self.ranks.exchanges:
+                values = torch.cat(collectives.all_gather_tensors(values.double()))
+            state.commit(values)
 
     def rates(self) -> list[Any]:
         """Current learning rate of each of the optimizer's parameter groups."""
@@ -275,7 +310,7 @@ class UpdateApplier:
         values = [] if window.checks is None else window.checks.values
         counted = False
         for part in parts:
-            values.append(part.losses)
+            values.append(part.kept_losses)
             counted = counted or part.counts is not None or part.shares is not None
         if counted:
             total = torch.as_tensor(denominator(parts))

@@ -13,7 +13,7 @@ from torch import Tensor
 from samplewise.parallel import collectives
 from samplewise.step.noise import Noise, NoiseAverage, estimate
 from samplewise.step.schedules import FollowNoise, Ramp, Samples
-from samplewise.step.update import Update
+from samplewise.step.update import Update, has_dropped
 from samplewise.step.window import Counters, Window
 
 
@@ -108,19 +108,23 @@ class NoiseFollower:
 
 
 def noise_of_update(update: Update, norms: Tensor | None) -> Noise | None:
-    """Estimate from an update, over all ranks. `norms`: of this rank's samples before transforms; None: not recorded.
-    Returns None for skipped updates, single samples (no variance), blocks of updates, and if a rank has no norms.
-    Collective.
+    """Estimate from an update, over all ranks and without dropped samples. `norms`: of this rank's samples before
+    transforms; None: not recorded. Returns None for skipped updates, single samples (no variance), blocks of updates,
+    and if a rank has no norms. Collective.
     """
     if update._was_skipped or update.samples < 2 or update._updates > 1:
         return None
     squares: float | Tensor = 0.0
+    count = 0
     if norms is not None:
         weights = update.weights
         assert isinstance(weights, Tensor)
-        squares = (norms * weights.abs()).double().square().sum()
-    total, missing = collectives.all_reduce_scalars(squares, norms is None)
-    if missing:
+        norms = (norms * weights.abs()).double()
+        norms = norms[~update.dropped] if has_dropped(update) else norms
+        squares = norms.square().sum()
+        count = len(norms)
+    total, samples, missing = collectives.all_reduce_scalars(squares, count, norms is None)
+    if missing or samples < 2:
         return None
-    mean_norm = update.grad_norm * float(update._sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
-    return estimate(total, update.samples, mean_norm)
+    mean_norm = update.grad_norm * float(update._sums()[1]) / samples  # the update is Σ c·g / Σ counts
+    return estimate(total, int(samples), mean_norm)

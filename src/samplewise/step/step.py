@@ -520,6 +520,7 @@ class Step(CheckedAttributes):
             "layouts": self._layouts.state_dict(),
             "sizes": windows.sizes.state_dict(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
+            "transforms": self.transforms.state_dict(),
             **self.config.policy.state_dict(),
         }
 
@@ -537,6 +538,7 @@ class Step(CheckedAttributes):
         windows.ranks.load_epoch_state(state.get("samples_in_windows") or [])
         self._layouts.load_state_dict(state.get("layouts") or BatchLayouts().state_dict())
         windows.sizes.load_state_dict(state.get("sizes") or {})
+        self.transforms.load_state_dict(state.get("transforms"))
         windows.load_state_dict(state["window"])
 
     def _window_state(self) -> dict[str, Any]:

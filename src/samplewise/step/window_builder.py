@@ -31,6 +31,7 @@ from samplewise.step.parameters import OpenWindowGuard
 from samplewise.step.ranks import reduce_window
 from samplewise.step.recheck import Recheck
 from samplewise.step.sizes import WindowSizes
+from samplewise.step.split_accumulate import GuardedAccumulator
 from samplewise.step.window import (
     BatchCursor,
     BatchLayouts,
@@ -402,7 +403,7 @@ class WindowBuilder:
         else:
             kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
             inner = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
-            accumulator = self.config.policy.accumulator(inner)
+            accumulator = GuardedAccumulator(inner) if chain.drops else self.config.policy.accumulator(inner)
         counts = self.evaluator.means
         if not isinstance(counts, GroupCounts):
             return accumulator
