@@ -54,6 +54,7 @@ __all__ = [
     "clip",
     "diagnostics",
     "drop",
+    "dynamics",
     "ekfac",
     "export_update",
     "fisher",
