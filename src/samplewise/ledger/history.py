@@ -94,12 +94,13 @@ def _correct(sums: dict[str, Any], columns: dict[str, Any]) -> Any:
 
 
 def with_history(rows: Any) -> Any:
-    """Rows sorted by sample, whose sums over the rows of a sample are those of all its visits."""
+    """Rows whose sums over the rows of a sample are those of all its visits."""
     pc = load_pyarrow().compute
-    rows = rows.take(pc.sort_indices(rows["sample"]))  # stable: the rows of a sample stay in the order of training
-    for name in [name for name in rows.column_names if name.startswith("spread ")]:
-        _, first, second = name.split()
-        between = pc.multiply(_deviations(rows, first), _deviations(rows, second))
+    spreads = [name.split()[1:] for name in rows.column_names if name.startswith("spread ")]
+    deviations = {name: _deviations(rows, name) for name in {name for pair in spreads for name in pair}}
+    for first, second in spreads:
+        name = f"spread {first} {second}"
+        between = pc.multiply(deviations[first], deviations[second])
         weighted = pc.fill_null(pc.multiply(between, finite_visits(rows, second)), 0.0)
         rows = _replaced(rows, name, pc.add(pc.fill_null(rows[name], 0.0), weighted))
     return _with_transitions(rows) if "state correct" in rows.column_names else rows
@@ -121,12 +122,15 @@ def _deviations(rows: Any, name: str) -> Any:
 def _with_transitions(rows: Any) -> Any:
     """Count right predictions that a wrong one follows, and keep the epochs at which a series of right ones begins."""
     pc = load_pyarrow().compute
-    samples = rows["sample"].combine_chunks()
     correct = rows["state correct"].combine_chunks()
+    order = pc.sort_indices(rows["sample"])  # stable: the rows of a sample stay in the order of training
+    samples = rows["sample"].combine_chunks().take(order)
     # The last prediction before a row, and its sample: rows without a label have none.
-    before = _shifted(pc.fill_null_forward(correct))
-    sample_before = _shifted(pc.fill_null_forward(pc.if_else(pc.is_valid(correct), samples, None)))
+    ordered = correct.take(order)
+    before = _shifted(pc.fill_null_forward(ordered))
+    sample_before = _shifted(pc.fill_null_forward(pc.if_else(pc.is_valid(ordered), samples, None)))
     right_before = pc.fill_null(pc.and_(before, pc.equal(sample_before, samples)), False)
+    right_before = right_before.take(pc.sort_indices(order))  # in the order of the rows again
     right = pc.fill_null(correct, False)
     wrong = pc.fill_null(pc.invert(correct), False)
     forgotten = pc.and_(right_before, wrong).cast(load_pyarrow().float64())
