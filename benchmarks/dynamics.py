@@ -147,12 +147,12 @@ def batches(x: Tensor, y: Tensor, case: Case, seed: int):
         yield [(x[i], y[i], i) for i in torch.randperm(len(y), generator=generator).split(case.batch)]
 
 
-def record(case: Case, x: Tensor, y: Tensor, seed: int, run: Path) -> float:
+def record(case: Case, x: Tensor, y: Tensor, seed: int, run: Path, norms: bool = True) -> float:
     """Train with a ledger; returns seconds."""
     torch.manual_seed(seed)
     model = network(x, int(y.max()) + 1, case.width)
     step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=case.lr), nn.CrossEntropyLoss())
-    ledger = sw.Ledger(run, id=2)
+    ledger = sw.Ledger(run, id=2, norms=norms)
     ledger.listen(step)
     start = time.process_time()
     for epoch, part in enumerate(batches(x, y, case, seed)):
@@ -214,6 +214,7 @@ def precisions(case: Case, seed: int, with_cleanlab: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
         seconds = record(case, x, y, seed, run)
+        without_norms = record(case, x, y, seed, Path(directory) / "without", norms=False)
         dynamics = sw.dynamics(run)
         influence = sw.suspects(run, score="self_influence")
     assert torch.equal(influence.ids, dynamics.ids)
@@ -229,6 +230,7 @@ def precisions(case: Case, seed: int, with_cleanlab: bool) -> dict[str, float]:
         quality, folds = cleanlab_scores(case, x, y, seed)
         result["cleanlab, 5 folds"] = average_precision_score(wrong, -quality)
         result["cost of the ledger"] = seconds / once - 1
+        result["without norms"] = without_norms / once - 1
         result["cost of cleanlab"] = folds / once
     return result
 

@@ -29,6 +29,7 @@ NAVIGATION = {
         "diagnostics",
         "attribution",
         "ledger",
+        "dynamics",
         "report",
         "compile",
         "online",
