@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     lr: float = 1e-3
     width: int = 128
     batch: int = 64
+    hidden: int = 1  # layers
 
     @property
     def name(self) -> str:
@@ -50,7 +52,8 @@ TABLE = [
     Case("fashion", "class", 0.3, 10),
     Case("segments", "uniform", 0.2, 30),
     Case("segments", "class", 0.3, 30),
-    Case("segments", "uniform", 0.2, 150, lr=3e-3, width=512),  # memorized
+    Case("segments", "uniform", 0.2, 150, lr=3e-3, width=512),
+    Case("segments", "uniform", 0.2, 120, width=256, hidden=3),  # memorized
 ]
 OTHER_DATA = "cancer, wine, phishing, bananas, mixture, shells, pictures, mixture of 10, 10 pictures".split(", ")
 CHOICE = [
@@ -134,11 +137,13 @@ def with_noise(y: Tensor, noise: str, rate: float, seed: int) -> Tensor:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def network(x: Tensor, classes: int, width: int) -> nn.Module:
+def network(x: Tensor, classes: int, case: Case) -> nn.Module:
     if x.dim() == 4:
         first, second = nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
         return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 49, classes))
-    return nn.Sequential(nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, classes))
+    sizes = [x.shape[1], *[case.width] * case.hidden]
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(case.width, classes))
 
 
 def batches(x: Tensor, y: Tensor, case: Case, seed: int):
@@ -150,7 +155,7 @@ def batches(x: Tensor, y: Tensor, case: Case, seed: int):
 def record(case: Case, x: Tensor, y: Tensor, seed: int, run: Path, norms: bool = True) -> float:
     """Train with a ledger; returns seconds."""
     torch.manual_seed(seed)
-    model = network(x, int(y.max()) + 1, case.width)
+    model = network(x, int(y.max()) + 1, case)
     step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=case.lr), nn.CrossEntropyLoss())
     ledger = sw.Ledger(run, id=2, norms=norms)
     ledger.listen(step)
@@ -164,7 +169,7 @@ def record(case: Case, x: Tensor, y: Tensor, seed: int, run: Path, norms: bool =
 
 def plain(case: Case, x: Tensor, y: Tensor, classes: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = network(x, classes, case.width)
+    model = network(x, classes, case)
     optimizer = torch.optim.Adam(model.parameters(), lr=case.lr)
     criterion = nn.CrossEntropyLoss()
     for part in batches(x, y, case, seed):

@@ -186,8 +186,9 @@ def test_bad_arguments(tmp_path):
         sw.dynamics(tmp_path)
     with pytest.raises(ValueError, match="must have the column id and one of loss, norm"):
         sw.dynamics({"id": [1], "label": [1]})
-    with pytest.raises(ValueError, match="the column 'confidence' must hold numbers; found string"):
-        sw.dynamics({"id": [1], "loss": [1.0], "confidence": ["high"]})
+    for name in ("confidence", "epoch"):
+        with pytest.raises(ValueError, match=f"the column '{name}' must hold numbers; found string"):
+            sw.dynamics({"id": [1], "loss": [1.0], name: ["high"]})
 
 
 # ------------------------------------------------------------------------------------ other libraries

@@ -60,7 +60,7 @@ class VisitAggregator:
         """Add a table of visits."""
         if not len(table):
             return
-        _check(table)
+        _check(table, ("count",) if self._early_epochs is None else ("count", "epoch"))
         self.recorded |= set(table.column_names)
         for start in range(0, len(table), AGGREGATE_EVERY):
             self._tables.append(_as_partial_sums(table.slice(start, AGGREGATE_EVERY), self._early_epochs))
@@ -189,7 +189,8 @@ def ranks(values: Sequence[float]) -> list[float]:
     return result
 
 
-def _check(table: Any) -> None:
+def _check(table: Any, numbers: tuple[str, ...]) -> None:
+    """Raise ValueError for a table without ids or scores, or with strings in these or in the columns `numbers`."""
     names = table.column_names
     if "id" not in names or not any(name in SCORES for name in names):
         raise ValueError(
@@ -200,6 +201,6 @@ def _check(table: Any) -> None:
     unknown = table["id"].null_count
     if unknown:
         raise ValueError(f"every visit must have an id; found {unknown:,} of {len(table):,} visits without an id.")
-    for name in (*filter(AVERAGED.fullmatch, names), "count"):
+    for name in (*filter(AVERAGED.fullmatch, names), *numbers):
         if name in names and load_pyarrow().types.is_string(table[name].type):
             raise ValueError(f"the column {name!r} must hold numbers; found {table[name].type}.")

@@ -85,12 +85,16 @@ def _correct(sums: dict[str, Any], columns: dict[str, Any]) -> Any:
     """True at visits that predict the label, null without a label. None if the table does not say it."""
     pa, pc = load_pyarrow(), load_pyarrow().compute
     label, prediction = (columns.get(name) for name in ("label", "prediction"))
-    if label is None or prediction is None or pa.types.is_string(label.type) != pa.types.is_string(prediction.type):
+    if label is None or prediction is None:
+        return None
+    try:
+        correct = pc.equal(label, prediction)
+    except pa.ArrowNotImplementedError:  # a name and a number cannot be compared
         return None
     has_both = pc.and_(pc.equal(label, label), pc.equal(prediction, prediction))  # False for NaN
     if "sum margin" in sums:  # null if the criterion ignores the label
         has_both = pc.and_(has_both, pc.is_valid(sums["sum margin"]))
-    return pc.if_else(has_both, pc.equal(label, prediction), None)
+    return pc.if_else(has_both, correct, None)
 
 
 def with_history(rows: Any) -> Any:
