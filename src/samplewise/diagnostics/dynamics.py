@@ -177,8 +177,8 @@ def dynamics(source: object, *, early_epochs: int = EARLY_EPOCHS) -> Dynamics:
     for name, needed in NEEDS.items():
         missing = [column for column in needed if column not in (aggregator.recorded if column == "epoch" else names)]
         if missing or name not in names:
-            found = f"no values of {' and '.join(missing)}" if missing else "values that cannot be compared"
-            absent[name] = f"it needs {' and '.join(needed)} of the visits; found {found}"
+            values = f"no values of {' and '.join(missing)}" if missing else "values that cannot be compared"
+            absent[name] = f"it needs {' and '.join(needed)} of the visits; found {values}"
     present = [name for name in ("visits", *NEEDS, "loss", "norm", "suspicion") if name in names and name not in absent]
     columns = {name: _column(samples, name) for name in present}
     columns["suspicion"] = columns["suspicion"].nan_to_num(-inf)

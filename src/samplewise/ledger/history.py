@@ -58,7 +58,7 @@ def partial_history(sums: dict[str, Any], columns: dict[str, Any], early_epochs:
     epochs = columns["epoch"].cast(pa.float64()) if "epoch" in columns else None
     correct = _correct(sums, columns)
     if correct is not None:
-        partial |= {"sum correct": correct.cast(pa.float64()), "state correct": correct, "sum forgotten": zero}
+        partial |= {"sum correct": correct.cast(pa.float64()), "state correct": correct, "sum forgetting": zero}
         partial["state mistake"] = pc.if_else(correct, None, columns["prediction"])
         partial |= {} if epochs is None else {"state learned": epochs}
     if epochs is None:
@@ -68,11 +68,11 @@ def partial_history(sums: dict[str, Any], columns: dict[str, Any], early_epochs:
         partial |= {"spread epoch norm": zero, "spread epoch epoch": zero}
     for stage in range(1 + _stage(pc.max(epochs).as_py(), early_epochs)):
         start = early_epochs * 2 ** (stage - 1) if stage else -inf
-        inside = pc.and_(pc.greater_equal(epochs, start), pc.less(epochs, early_epochs * 2**stage))
+        in_stage = pc.and_(pc.greater_equal(epochs, start), pc.less(epochs, early_epochs * 2**stage))
         for name in STAGED if stage else (*STAGED, "norm"):
             values = (sums | partial).get(f"sum {name}")
             if values is not None:
-                partial[f"sum {name} in {stage}"] = pc.if_else(inside, values, None)
+                partial[f"sum {name} in {stage}"] = pc.if_else(in_stage, values, None)
     return partial
 
 
@@ -105,8 +105,8 @@ def with_history(rows: Any) -> Any:
     for first, second in spreads:
         name = f"spread {first} {second}"
         between = pc.multiply(deviations[first], deviations[second])
-        weighted = pc.fill_null(pc.multiply(between, finite_visits(rows, second)), 0.0)
-        rows = _replaced(rows, name, pc.add(pc.fill_null(rows[name], 0.0), weighted))
+        products = pc.fill_null(pc.multiply(between, finite_visits(rows, second)), 0.0)
+        rows = _replaced(rows, name, pc.add(pc.fill_null(rows[name], 0.0), products))
     return _with_transitions(rows) if "state correct" in rows.column_names else rows
 
 
@@ -124,25 +124,25 @@ def _deviations(rows: Any, name: str) -> Any:
 
 
 def _with_transitions(rows: Any) -> Any:
-    """Count right predictions that a wrong one follows, and keep the epochs at which a series of right ones begins."""
+    """Count right predictions that a wrong one follows, and keep the epochs at which a series of right ones starts."""
     pc = load_pyarrow().compute
     correct = rows["state correct"].combine_chunks()
     order = pc.sort_indices(rows["sample"])  # stable: the rows of a sample stay in the order of training
     samples = rows["sample"].combine_chunks().take(order)
     # The last prediction before a row, and its sample: rows without a label have none.
-    ordered = correct.take(order)
-    before = _shifted(pc.fill_null_forward(ordered))
-    sample_before = _shifted(pc.fill_null_forward(pc.if_else(pc.is_valid(ordered), samples, None)))
+    predictions = correct.take(order)
+    before = _shifted(pc.fill_null_forward(predictions))
+    sample_before = _shifted(pc.fill_null_forward(pc.if_else(pc.is_valid(predictions), samples, None)))
     right_before = pc.fill_null(pc.and_(before, pc.equal(sample_before, samples)), False)
     right_before = right_before.take(pc.sort_indices(order))  # in the order of the rows again
     right = pc.fill_null(correct, False)
     wrong = pc.fill_null(pc.invert(correct), False)
-    forgotten = pc.and_(right_before, wrong).cast(load_pyarrow().float64())
-    rows = _replaced(rows, "sum forgotten", pc.add(pc.fill_null(rows["sum forgotten"], 0.0), forgotten))
+    forgetting = pc.and_(right_before, wrong).cast(load_pyarrow().float64())
+    rows = _replaced(rows, "sum forgetting", pc.add(pc.fill_null(rows["sum forgetting"], 0.0), forgetting))
     if "state learned" not in rows.column_names:
         return rows
-    begins = pc.and_not(right, right_before)  # also true for a sample aggregated so far whose last prediction is right
-    return _replaced(rows, "state learned", pc.if_else(begins, rows["state learned"], None))
+    starts = pc.and_not(right, right_before)  # also true for a sample aggregated so far whose last prediction is right
+    return _replaced(rows, "state learned", pc.if_else(starts, rows["state learned"], None))
 
 
 def _shifted(values: Any) -> Any:
@@ -165,7 +165,7 @@ def history_columns(totals: Any) -> dict[str, Any]:
         columns["variability"] = pc.sqrt(pc.if_else(pc.is_valid(totals["sum confidence"]), variance, None))
     if "state correct" in names:
         columns["correctness"] = pc.divide(totals["sum correct"], finite_visits(totals, "correct"))
-        columns["forgetting_events"] = totals["sum forgotten"].cast(pa.int64())
+        columns["forgetting_events"] = totals["sum forgetting"].cast(pa.int64())
     if "state learned" in names:
         columns["learned_epoch"] = pc.if_else(totals["state correct"], totals["state learned"], None)
     if "sum margin" in names:
@@ -215,9 +215,9 @@ def wrong_label_score(totals: Any, scores: Container[str], early_epochs: int) ->
     names = [name for name in RANKED if name in scores]
     if not names:
         return None
-    confused = {"margin", "el2n"} <= set(names) and "correct" in means
-    confused = confused and _concentration(totals, means["correct"]) > CONCENTRATED
-    name = "el2n" if confused else names[0]
+    is_confused = {"margin", "el2n"} <= set(names) and "correct" in means
+    is_confused = is_confused and _concentration(totals, means["correct"]) > CONCENTRATED
+    name = "el2n" if is_confused else names[0]
     if name not in means or chosen == last:
         return name, f"mean {name} over all visits", None
     return name, f"mean {name} over the first {early_epochs * 2**chosen} epochs", means[name]
