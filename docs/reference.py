@@ -54,7 +54,15 @@ SECTIONS = {
         "testing.check_transform",
     ],
     "Differential privacy": ["Privacy", "privacy_audit"],
-    "Diagnostics": ["noise_scale", "NoiseScale", "diagnostics.signal_to_noise", "fisher", "similarity", "suspects"],
+    "Diagnostics": [
+        "noise_scale",
+        "NoiseScale",
+        "diagnostics.signal_to_noise",
+        "fisher",
+        "similarity",
+        "suspects",
+        "dynamics",
+    ],
     "Attribution": ["influence", "ekfac", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
     "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
     "Ledger": ["Ledger", "Indexed", "read_ledger", "ImportanceSampler"],
@@ -65,7 +73,7 @@ RESULTS = {
     "Export of updates": [ExportedUpdate, LoadedUpdate],
     "Audit of training loops": [Audit, Finding, Comparison],
     "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
-    "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
+    "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects, diagnostics.Dynamics],
     "Attribution": [attribution.AttributionResults, attribution.Curvature, attribution.EKFAC, attribution.Hessian],
 }
 RETURNED = (

@@ -50,6 +50,8 @@ KEYWORDS = {
     "attribution": "influence functions, data attribution, TRAK, EK-FAC, TracIn, explain prediction, coreset",
     "diagnostics-measurements": "benchmark, cleanlab, average precision, label noise",
     "attribution-measurements": "benchmark, linear datamodeling score, LDS, kronfluence, traker",
+    "dynamics": "dataset cartography, data map, forgetting events, example forgetting, AUM, area under the margin, "
+    "EL2N, GraNd, noisy labels, label noise, cleanlab, confident learning, data pruning, coreset, memorization",
     "ledger": "per-sample loss, training dynamics, dataset cartography, forgetting events, log loss of each sample, "
     "Parquet, pandas",
     "report": "HTML report, dashboard, visualization, plots, wandb, TensorBoard",

@@ -31,6 +31,7 @@ NAVIGATION = {
         "diagnostics",
         "attribution",
         "ledger",
+        "dynamics",
         "importance-sampling",
         "report",
         "compile",

@@ -56,6 +56,7 @@ __all__ = [
     "clip",
     "diagnostics",
     "drop",
+    "dynamics",
     "ekfac",
     "export_update",
     "fisher",

@@ -12,6 +12,7 @@ from samplewise.check import check as check
 from samplewise.core.losses import batch_constants as batch_constants
 from samplewise.core.microbatch import auto as auto
 from samplewise.core.modes import freeze_batchnorm as freeze_batchnorm
+from samplewise.diagnostics.dynamics import dynamics as dynamics
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale

@@ -200,6 +200,8 @@ def other_results(loss: Tensor, logits: Tensor) -> None:
     found = sw.suspects(model, losses_of, [x])
     assert_type(found.score, Tensor)
     assert_type(sw.suspects("run", score=["margin", "loss"]).score_names, tuple[str, ...])
+    assert_type(sw.dynamics("run"), sw.diagnostics.Dynamics)
+    assert_type(sw.dynamics("run", early_epochs=10).confidence, Tensor)
     sw.backward(loss, model, through=torch.amp.GradScaler("cpu"), denominator=loss.detach())
     sw.backward(loss, model, through=lambda loss: loss.backward(), retain_graph=False)
     sw.fisher(model, losses_of, [x], microbatch=sw.auto(10**9))

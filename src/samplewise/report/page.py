@@ -27,7 +27,7 @@ from samplewise.report.previews import read_previews
 from samplewise.report.quarantine import quarantine
 from samplewise.report.run_log import RunLog, is_number, read_run
 from samplewise.report.samples import read_samples
-from samplewise.report.scatter import scatter
+from samplewise.report.scatter import data_map, scatter
 
 MAX_TILES = 6  # headline figures
 INTERVAL = 5.0  # seconds between two looks at a watched run
@@ -50,7 +50,7 @@ def report(run: RunLog, reload: float | None = None) -> str:
     samples = read_samples(run)
     previews = read_previews(run.directory)
     charts = training.charts(run)
-    of_samples = scatter(samples, previews)
+    suspects = scatter(samples, previews)
     norm_quantiles = norms(run, samples)
     of_log = [
         noise(run),
@@ -65,8 +65,9 @@ def report(run: RunLog, reload: float | None = None) -> str:
     ]
     curves = training.curves(run, charts)
     # With a ledger, the suspects come first: they are what most readers look for.
-    first = [curves, of_samples] if samples.table is None else [of_samples, curves]
-    sections = [of_samples, norm_quantiles] if run.ledger_only else [*first, norm_quantiles, *of_log]
+    of_samples = [suspects, data_map(samples)]
+    first = [curves, *of_samples] if samples.table is None else [*of_samples, curves]
+    sections = [*of_samples, norm_quantiles] if run.ledger_only else [*first, norm_quantiles, *of_log]
     # Last, because the sections add warnings about previews.
     messages = run.warnings + training.warnings(charts) + samples.warnings + previews.warnings
     head = f'<p class="quiet">{text(training.state(run))}</p>\n' + tiles(run, samples.count)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from samplewise.core.batches import check_loader, keep_whole
-from samplewise.core.losses import PREDICTION_COLUMNS, Criterion, as_loss_fn, constants_of
+from samplewise.core.losses import PREDICTION_COLUMNS, PROBABILITY, Criterion, as_loss_fn, constants_of
 from samplewise.core.microbatch import Auto, as_microbatch, memory_budget
 from samplewise.core.state import Buffers
 from samplewise.core.validate import CheckedAttributes
@@ -333,13 +333,14 @@ class Step(CheckedAttributes):
         norms: `update.norms`.
         columns: columns of the batches in `update.columns`: column name -> key of the batch.
         predictions: columns in `update.columns` from nn.CrossEntropyLoss or nn.NLLLoss with one class index per sample:
-        "label", "prediction" (class with the largest logit) and "margin" (the label's logit minus the largest other).
+        "label", "prediction" (class with the largest logit), "margin" (the label's logit minus the largest other),
+        "confidence" (probability of the label), "el2n" (norm of the probabilities minus the one-hot label), and
+        "probability" (of all classes: columns probability/0, probability/1, ...).
         Other loss functions do not have them, and return columns of their own.
         """
-        if isinstance(predictions, str) or set(predictions) - set(PREDICTION_COLUMNS):
-            raise ValueError(
-                f"predictions must be a list of names among {', '.join(PREDICTION_COLUMNS)}; found {predictions!r}."
-            )
+        names = (*PREDICTION_COLUMNS, PROBABILITY)
+        if isinstance(predictions, str) or set(predictions) - set(names):
+            raise ValueError(f"predictions must be a list of names among {', '.join(names)}; found {predictions!r}.")
         self.config.policy.check_recording()
         self._windows.require(norms, columns or {}, predictions)
         self._allow_columns((columns or {}).values())
