@@ -107,9 +107,9 @@ class Dynamics(Tabular):
         """
         datasets = import_package("datasets", "to_datasets")
         if not isinstance(dataset, datasets.Dataset):
-            found = type(dataset).__name__
             raise TypeError(
-                f"to_datasets needs a datasets.Dataset; found {found}. Pass one split, such as data['train']."
+                f"to_datasets needs a datasets.Dataset; found {type(dataset).__name__}. Pass one split, such as "
+                "data['train']."
             )
         names = set(dataset.column_names)
         if clash := sorted(names & self.columns.keys()):
