@@ -142,7 +142,7 @@ def test_cosines_of_stored_rows(tmp_path, dtype, damping):
     assert (store.scores(queries, cosine=True, damping=damping) - wanted).abs().max() < 1e-6
 
 
-def test_files_without_subnormal_numbers(tmp_path):
+def test_rows_of_subnormal_numbers(tmp_path):
     """Rows whose largest entry is subnormal keep their sign and size up to the smallest normal number."""
     rows = torch.full((1, 12), 266e-45)
     for dtype in DTYPES:
@@ -216,11 +216,12 @@ sw.attribution.ProjectedStore({path!r}, 16, dtype="int8").fill(model, loss_fn, L
 """
 
 
-def test_a_fill_that_is_killed(tmp_path):
+@pytest.mark.parametrize("stops", [(8,), pytest.param((4, 11, 17), marks=pytest.mark.slow)])
+def test_a_fill_that_is_killed(tmp_path, stops):
     """Every sample has its row once, whatever the process was doing; its lock is no obstacle."""
     path = tmp_path / "store"
     model, x, y = make(n=60)
-    for stop in (4, 11):
+    for stop in stops:
         script = FILL.format(tests=str(Path(__file__).parents[1]), stop=stop, path=str(path))
         process = forks.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "waiting\n"

@@ -105,11 +105,10 @@ class FaissIndex:
         if not len(exact):
             raise ValueError("queries must be at least one sample; found none.")
         approximate = self.search(queries, wide)[1]
-        excluded = [-1] * len(exact) if exclude is None else exclude
         shares = []
-        for *lists, query in zip(exact.tolist(), approximate.tolist(), excluded, strict=True):
-            wanted, answers = ([sample for sample in samples if sample != query][:k] for samples in lists)
-            shares.append(len(set(wanted) & set(answers)) / len(wanted))
+        for *results, query in zip(exact.tolist(), approximate.tolist(), exclude or [-1] * len(exact), strict=True):
+            best, answers = ([sample for sample in samples if sample != query][:k] for samples in results)
+            shares.append(len(set(best) & set(answers)) / len(best))
         return sum(shares) / len(shares)
 
     # --- building --------------------------------------------------------------------------------------------------
@@ -130,8 +129,8 @@ class FaissIndex:
         generator = torch.Generator().manual_seed(self.store.seed)
         samples = []
         for part in parts:
-            chosen = torch.rand(part.stop - part.start, generator=generator) < ROWS_PER_LIST * lists / count
-            samples.append(kernels.of_rows(part)[chosen])
+            selection = torch.rand(part.stop - part.start, generator=generator) < ROWS_PER_LIST * lists / count
+            samples.append(kernels.of_rows(part)[selection])
         index.train(torch.cat(samples).numpy())
         for part in parts:
             index.add(kernels.of_rows(part).numpy())
@@ -162,20 +161,20 @@ class FaissIndex:
     # --- files -----------------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        scales = sha256(file.scales(0, len(file)) for file in self.store._files)  # identifies the rows
-        own = {**self._options, "factory": self.factory, "probes": self.probes, "samples": len(self.store)}
-        return {"format": FORMAT, **own, "rows": scales}
+        rows = sha256(file.scales(0, len(file)) for file in self.store._files)  # scales differ if rows do
+        settings = {"factory": self.factory, "probes": self.probes, "samples": len(self.store), "rows": rows}
+        return {"format": FORMAT, **self._options, **settings}
 
     def _checked_recall(self, content: Any) -> float:
         """Recall in index.json. Raises StoreError if the other values are not those of arguments and store."""
-        saved = content if isinstance(content, Mapping) else {}
+        content = content if isinstance(content, Mapping) else {}
         for name, expected in self._settings().items():
-            if saved.get(name) != expected:
+            if content.get(name) != expected:
                 raise StoreError(
                     f"the index in {self.directory} must have {name}={expected!r}, as the arguments and the store; "
-                    f"found {name}={saved.get(name)!r}. Pass the same arguments, or use another directory."
+                    f"found {name}={content.get(name)!r}. Pass the same arguments, or use another directory."
                 )
-        return float(saved.get("recall", math.nan))
+        return float(content.get("recall", math.nan))
 
     def _write(self) -> None:
         path = self.directory / "index.faiss"

@@ -115,7 +115,8 @@ def open_store(directory: Path, settings: Mapping[str, Any]) -> tuple[Layout, li
             "a new store at another path."
         )
     index = read_index(path, SETTINGS if version == ONE_FILE else {**SETTINGS, "shard_rows": int})
-    if index.get("shard_rows", 1) < 1:
+    shard_rows = None if version == ONE_FILE else index["shard_rows"]
+    if shard_rows is not None and shard_rows < 1:
         raise invalid(path)
     for name, expected in settings.items():
         if index[name] != expected:
@@ -135,7 +136,7 @@ def open_store(directory: Path, settings: Mapping[str, Any]) -> tuple[Layout, li
                 f"the store in {directory} must have the rows of model {number} in the directory {name}; found "
                 f"{entry}. Restore it from a backup, or fill a new store in another directory."
             )
-    layout = Layout(settings["dim"], settings["dtype"], index.get("shard_rows"))
+    layout = Layout(settings["dim"], settings["dtype"], shard_rows)
     return layout, [RowsFile(model, layout) for model in models]
 
 
@@ -178,14 +179,14 @@ class RowsFile:
 
     def append(self, rows: Tensor, weights: Tensor | None = None) -> None:
         """Append rows (B, dim) float32, and their weights (B,) if the file has weights."""
-        column = self._columns["rows"]
+        dtype = self._columns["rows"].dtype
         largest = torch.maximum(rows.amax(1), -rows.amin(1))  # ten times as fast as a norm or abs
-        integers = column.dtype == torch.int8
+        integers = dtype == torch.int8
         # Subnormal scales have few digits, so that entries would exceed 127; a row of zeros needs a scale as well.
         scales = (largest / 127 if integers else largest).clamp_min(torch.finfo(torch.float32).tiny)
         units = rows / scales[:, None]
-        stored = (units.round_() if integers else units).to(column.dtype)
-        parts = {"rows": stored, "scales": scales, "norms": row_norms(stored.float()), "weights": weights}
+        values = (units.round_() if integers else units).to(dtype)
+        parts = {"rows": values, "scales": scales, "norms": row_norms(values.float()), "weights": weights}
         for kind, column in self._columns.items():
             part = parts[kind]
             assert part is not None  # the caller passes weights if the file has them
@@ -195,16 +196,16 @@ class RowsFile:
         self.index = index
 
     def _write(self, column: Column, values: Tensor) -> None:
-        done = 0
+        offset = 0
         for name, piece in column.pieces(len(self), len(self) + len(values)):
             size = piece.stop - piece.start
             (self.directory / name).touch()
             with open(self.directory / name, "r+b") as file:  # not "ab": rows after the count, of a crash, are replaced
                 file.seek(piece.start * column.width * column.dtype.itemsize)
-                file.write(tensor_bytes(values[done : done + size]))
+                file.write(tensor_bytes(values[offset : offset + size]))
                 file.truncate()
                 sync_file(file)
-            done += size
+            offset += size
 
     def reload(self) -> None:
         """Read the number of rows again, after another process has appended."""
