@@ -21,6 +21,7 @@ from samplewise.attribution.store import ProjectedStore, Queries
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import absolute, read_json, sha256, write_json
 from samplewise.errors import StoreError
+from samplewise.parallel.collectives import on_rank_zero
 
 FORMAT = 1  # of index.json
 CODES = {"float32": "Flat", "float16": "SQfp16", "int8": "SQ8"}  # entries of FAISS with the precision of the store
@@ -35,11 +36,11 @@ class FaissIndex:
 
     Opens the index in `directory`, or builds it, and measures its recall: the share of the exact top 10 that it finds,
     for 100 random stored rows as queries, each left out of its own results. The index is in memory, a row takes as many
-    bytes as in the store. An index of a store that has changed is refused.
+    bytes as in the store. An index of a store that has changed is refused. With several ranks, rank 0 builds it.
 
     cosine, damping, layers: of the scores, see `ProjectedStore.search`
     factory: description of the index for `faiss.index_factory`; default: sqrt(n) lists, or fewer if n < 4096, with
-        entries as precise as those of the store; one list without centers if n < 128
+        entries as precise as those of the store; no lists if n < 128
     probes: number of lists that a query is compared with; default: a sixteenth. More probes: higher recall, slower
     """
 
@@ -66,18 +67,9 @@ class FaissIndex:
         self.factory = factory or (f"IVF{lists}," if lists > 1 else "") + CODES[store.dtype]
         self.probes = probes
         self._options: dict[str, Any] = {"cosine": cosine, "damping": damping, "layers": layers and list(layers)}
-        lock = DirectoryLock(
-            self.directory, "index.lock", place="FAISS index", user="writer", remedy="build it again", error=StoreError
-        )
-        path = self.directory / "index.json"
-        with nullcontext() if path.exists() else lock:
-            if path.exists():
-                self.recall = self._checked_recall(read_json(path, StoreError, REMEDY))
-                self._index = self._read()
-            else:
-                self._index = self._build()
-                self.recall = self._recall_of_rows()
-                self._write()
+        on_rank_zero(self._create)
+        self.recall = self._checked_recall(read_json(self.directory / "index.json", StoreError, REMEDY))
+        self._index = self._read()
 
     def __repr__(self) -> str:
         probes = "" if self.probes is None else f", probes={self.probes}"
@@ -112,6 +104,24 @@ class FaissIndex:
         return sum(shares) / len(shares)
 
     # --- building --------------------------------------------------------------------------------------------------
+
+    def _create(self) -> None:
+        """Build the index and write its files, unless they exist."""
+        description = self.directory / "index.json"
+        lock = DirectoryLock(
+            self.directory, "index.lock", place="FAISS index", user="writer", remedy="build it again", error=StoreError
+        )
+        with nullcontext() if description.exists() else lock:
+            if description.exists():
+                return
+            self._index = self._build()
+            recall = self._recall_of_rows()
+            path = self.directory / "index.faiss"
+            temporary = path.with_name(".index.faiss.partial")
+            self._faiss.write_index(self._index, str(temporary))
+            os.replace(temporary, path)
+            write_json(description, {**self._settings(), "recall": recall})
+            self._index = None  # before it is read again, as on the other ranks
 
     def _build(self) -> Any:
         """Index of all rows, which are read twice: a random share for the centers of the lists, then all."""
@@ -175,13 +185,6 @@ class FaissIndex:
                     f"found {name}={content.get(name)!r}. Pass the same arguments, or use another directory."
                 )
         return float(content.get("recall", math.nan))
-
-    def _write(self) -> None:
-        path = self.directory / "index.faiss"
-        temporary = path.with_name(".index.faiss.partial")
-        self._faiss.write_index(self._index, str(temporary))
-        os.replace(temporary, path)
-        write_json(self.directory / "index.json", {**self._settings(), "recall": self.recall})
 
     def _read(self) -> Any:
         path = self.directory / "index.faiss"
