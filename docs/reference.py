@@ -32,7 +32,7 @@ from samplewise.testing import check_rule
 
 TARGET = Path(__file__).with_name("reference.md")
 
-ATTRIBUTION = ("attribute", "hessian", "margin", "select", "ProjectedStore")
+ATTRIBUTION = ("attribute", "hessian", "margin", "select", "ProjectedStore", "FaissIndex")
 # Each name in samplewise.__all__ is in one of these sections; exceptions have their own section.
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],

@@ -4,6 +4,7 @@ influence       TracIn, and influence functions: dot products of training and qu
 curvature       interface of the curvature in influence functions; exact curvature of small models
 ekfac           curvature in Kronecker factors with corrected eigenvalues, of any size of model
 store           random projections of gradients on disk, of several models, for repeated searches
+faiss_index     approximate search in a store with FAISS, with its recall
 trak            scores from an ensemble of models, and training data for a target set, on top of the store
 evaluate        quality of scores, measured by retraining
 
@@ -23,6 +24,7 @@ from samplewise.attribution.curvature import Hessian as Hessian
 from samplewise.attribution.curvature import hessian as hessian
 from samplewise.attribution.ekfac import EKFAC as EKFAC
 from samplewise.attribution.ekfac import ekfac as ekfac
+from samplewise.attribution.faiss_index import FaissIndex as FaissIndex
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.projected_features import margin as margin
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
@@ -33,6 +35,7 @@ __all__ = [
     "EKFAC",
     "AttributionResults",
     "Curvature",
+    "FaissIndex",
     "Hessian",
     "ProjectedStore",
     "attribute",

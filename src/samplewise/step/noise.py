@@ -25,7 +25,7 @@ from samplewise.transforms.transform import Grouping, SumTransform, Transform
 class Noise(Tabular):
     """Noise and signal of per-sample gradients.
 
-    trace            tr Σ, the variance of one sample's gradient, summed over all parameters
+    trace            tr Σ, the variance of one sample's gradient, summed over all parameters; 0 or more
     signal           |G|², the squared norm of the expected gradient
     scale            trace / signal: the batch size at which both are equal
     signal_to_noise  signal / trace, of one sample
@@ -111,7 +111,8 @@ def estimate(squares: float, samples: int, mean_norm: float) -> Noise:
     """Estimate from the sum of squared norms of B samples and the norm of their mean gradient."""
     if samples < 2:
         raise ValueError("the noise scale of a batch needs at least two samples; found one. Use a larger batch.")
-    trace = (squares - samples * mean_norm**2) / (samples - 1)
+    spread = squares - samples * mean_norm**2
+    trace = max(spread, 0.0) / (samples - 1)  # of almost equal gradients, rounding of the norms makes it negative
     return Noise(trace, mean_norm**2 - trace / samples)
 
 
