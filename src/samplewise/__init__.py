@@ -65,6 +65,7 @@ __all__ = [
     "load_checkpoint",
     "load_update",
     "loggers",
+    "metagradient",
     "noise",
     "noise_scale",
     "normalize",
