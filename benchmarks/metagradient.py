@@ -54,13 +54,13 @@ def losses(model: nn.Module) -> Tensor:
         return F.cross_entropy(model.eval()(TEST[0]), TEST[1], reduction="none")
 
 
-def outcomes(subsets: Tensor, seed: int, fresh: bool) -> Tensor:
-    """Minus the losses of the queries, (subsets, queries)."""
+def outcomes(subsets: Tensor, seeds: list[int]) -> Tensor:
+    """Minus the losses of the queries, (subsets, queries). seeds: of each training."""
     rows = []
-    for k, subset in enumerate(subsets):
+    for seed, subset in zip(seeds, subsets, strict=True):
         weights = torch.zeros(TRAIN)
         weights[subset] = 1
-        rows.append(-losses(train(1000 + 1000 * seed + k if fresh else seed, weights=weights)))
+        rows.append(-losses(train(seed, weights=weights)))
     return torch.stack(rows)
 
 
@@ -69,8 +69,6 @@ def scores(seed: int, run: Path) -> dict[str, Tensor]:
     model = train(seed, run)
     batches, queries = list(DataLoader(DATA, batch_size=100)), [TEST]
     loss = nn.CrossEntropyLoss()
-    damping = (1 - MOMENTUM) / (RATE * EPOCHS * TRAIN / BATCH)
-    exact = sw.attribution.hessian(model, loss, batches)
     ekfac = sw.ekfac(model, loss, batches)
     return {
         "dot product": sw.influence(model, loss, batches, queries),
@@ -79,27 +77,52 @@ def scores(seed: int, run: Path) -> dict[str, Tensor]:
     }
 
 
+def quality(folder: Path) -> None:
+    """Print the LDS of each method, for outcomes with the same seed and with other seeds."""
+    by_seed = [scores(seed, folder / f"run-{seed}") for seed in SEEDS]
+    for left_out in (0.05, 0.5):
+        subsets = evaluate.subsets(TRAIN, SUBSETS, fraction=1 - left_out, seed=0)
+        fresh = [outcomes(subsets, [first + k for k in range(SUBSETS)]) for first in (1000, 2000)]
+        targets = {f"seed {seed}": outcomes(subsets, [seed] * SUBSETS) for seed in SEEDS}
+        for name in by_seed[0]:
+            for seed, methods in zip(SEEDS, by_seed, strict=True):
+                same = evaluate.lds(methods[name], subsets, targets[f"seed {seed}"])
+                other = evaluate.lds(methods[name], subsets, torch.stack(fresh))
+                print(
+                    f"{left_out:4.0%} left out  {name:14} seed {seed}  same {same.mean:.3f} ± {same.standard_error:.3f}"
+                    f"  other {other.mean:.3f} ± {other.standard_error:.3f}, ceiling {other.ceiling:.3f}",
+                    flush=True,
+                )
+
+
 def seconds(run: Path) -> None:
-    """Print the time of metagradients in trainings, interleaved."""
+    """Print the CPU time of metagradients in trainings, interleaved."""
     times: dict[str, list[float]] = {}
     train(0, run)
+
+    def call(queries: int, every: int | None = None) -> Tensor:
+        batch = TEST[0][:queries], TEST[1][:queries]
+        return sw.metagradient(run, lambda: make_step(0), LOADER, [batch], every=every, device="cpu")
+
+    calls = {
+        "training": lambda: train(0),
+        "1 query": lambda: call(1),
+        "10 queries": lambda: call(10),
+        "50 queries": lambda: call(50),
+        "50 queries, snapshots": lambda: call(50, 20),
+    }
     for _ in range(5):
-        for name, call in {
-            "training": lambda: train(0),
-            "1 query": lambda: sw.metagradient(run, lambda: make_step(0), LOADER, [(TEST[0][:1], TEST[1][:1])], device="cpu"),
-            "50 queries": lambda: sw.metagradient(run, lambda: make_step(0), LOADER, [TEST], device="cpu"),
-            "50 queries, snapshots": lambda: sw.metagradient(
-                run, lambda: make_step(0), LOADER, [TEST], every=20, device="cpu"
-            ),
-        }.items():
-            began = time.perf_counter()
-            call()
-            times.setdefault(name, []).append(time.perf_counter() - began)
+        for name, function in calls.items():
+            began = time.process_time()
+            function()
+            times.setdefault(name, []).append(time.process_time() - began)
     base = median(times["training"])
     for name, values in times.items():
         print(f"{name:24} {median(values):6.2f} s  {median(values) / base:5.2f} trainings", flush=True)
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         seconds(Path(folder) / "time")
+        quality(Path(folder))

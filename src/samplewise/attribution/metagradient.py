@@ -1,4 +1,4 @@
-"""`sw.metagradient`: derivative of the losses of queries after training with respect to the weights of training samples.
+"""`sw.metagradient`: derivative of query losses after training with respect to the weights of training samples.
 
 The recorded run is repeated forward, with snapshots of its state, and then differentiated backward, update by update,
 from the last to the first (REPLAY, Engstrom et al. 2025).
@@ -220,7 +220,7 @@ class BackwardState:
 
 def _norms(adjoint: Adjoint) -> Tensor:
     """Norms (queries,) of the gradients with respect to the parameters."""
-    squares = [rows.flatten(1).square().sum(1) for key, rows in adjoint.items() if isinstance(key, str)]
+    squares = [rows.reshape(len(rows), -1).square().sum(1) for key, rows in adjoint.items() if isinstance(key, str)]
     return torch.stack(squares).sum(0).sqrt()
 
 
@@ -243,7 +243,11 @@ def check_step(step: Step) -> Formula:
             f"precision={config.precision!r} and parameters of {', '.join(sorted(map(str, dtypes)))}",
             "Train in float32.",
         ),
-        "updates that are not compiled": (bool(config.compile), f"compile={config.compile!r}", "Leave it out of make_step."),
+        "updates that are not compiled": (
+            bool(config.compile),
+            f"compile={config.compile!r}",
+            "Leave it out of make_step.",
+        ),
         "a fixed microbatch size": (isinstance(config.microbatch, Auto), f"{config.microbatch!r}", "Pass the number."),
         "smooth transforms of single samples, such as sw.weight and sw.clip": (
             chain.window or bool(chain.references),
@@ -279,10 +283,10 @@ def check_step(step: Step) -> Formula:
 
 
 def _number_of_samples(loader: Any) -> int:
-    """Number of columns: length of the dataset inside sw.Indexed, or of the dataset whose samples have their own ids."""
+    """Length of the dataset inside sw.Indexed, or of the dataset whose samples have ids of their own."""
     check_repeatable(loader, "loader")
     indexed = [part for part in nested_parts(loader) if isinstance(part, Indexed)]
-    dataset = indexed[0].dataset if indexed else getattr(loader, "dataset", None)
+    dataset: Any = indexed[0].dataset if indexed else getattr(loader, "dataset", None)
     if not hasattr(dataset, "__len__"):
         raise BatchError(
             "loader must be a DataLoader of a dataset with a length, whose samples have their index as 'id'; found "
@@ -292,7 +296,9 @@ def _number_of_samples(loader: Any) -> int:
 
 
 def _settings(step: Step) -> list[str]:
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in step.optimizer.param_groups]
+    groups = [
+        {name: value for name, value in group.items() if name != "params"} for group in step.optimizer.param_groups
+    ]
     return [repr(step), repr(step_settings(step)), repr(groups)]
 
 

@@ -124,7 +124,11 @@ class UpdateDerivative:
                 if name not in gradients:
                     continue
                 # The first update of SGD sets the momentum to the gradient, without dampening.
-                settings = group.settings if steps or "dampening" not in group.settings else {**group.settings, "dampening": 0.0}
+                settings = (
+                    group.settings
+                    if steps or "dampening" not in group.settings
+                    else {**group.settings, "dampening": 0.0}
+                )
                 old = {key: states[name, key] for key in self._formula.states(settings)}
                 for key in ROOTS:  # the root has no derivative at 0, where the gradient was 0 in all updates
                     if key in old:
@@ -154,7 +158,7 @@ class UpdateDerivative:
         """Vector-Jacobian products (queries, *shape) of the new state with respect to each input."""
         cotangents = [adjoint[key] for key in new]
         queries = len(cotangents[0])
-        size = max(1, ELEMENTS // sum(p.numel() for p in new.values())) if self._batched else 1
+        size = max(1, min(queries, ELEMENTS // sum(value.numel() for value in new.values()))) if self._batched else 1
         parts: list[Any] = []
         start = 0
         while start < queries:
@@ -182,7 +186,7 @@ class UpdateDerivative:
         ]
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
+def _norm(tensors: list[Tensor]) -> float:
     return torch.stack(list(torch._foreach_norm(tensors))).norm().item()
 
 
