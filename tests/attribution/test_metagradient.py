@@ -257,13 +257,13 @@ def recorded(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (linear(torch.optim.Adagrad), "needs one of SGD, Adam, AdamW.*found Adagrad"),
-        (linear(transforms=[sw.drop(1)]), r"needs smooth transforms.*found chain\(drop"),
-        (linear(transforms=[sw.noise(1.0)]), "needs a training without noise"),
+        (linear(torch.optim.Adagrad), "needs SGD, Adam, AdamW.*found Adagrad"),
+        (linear(transforms=[sw.drop(1)]), r"needs transforms of single samples.*found chain\(drop"),
+        (linear(transforms=[sw.noise(1.0)]), "needs updates without noise"),
         (linear(precision="bf16-mixed"), "without autocast; found precision='bf16-mixed'"),
         (linear(compile=True), "not compiled; found compile=True"),
         (linear(microbatch="auto"), "needs a fixed microbatch size"),
-        (linear(aggregate=sw.per("group", key="g")), "found aggregate=per"),
+        (linear(aggregate=sw.per("group", key="g")), "needs sw.per.*found per"),
         (linear(lambda p: torch.optim.SGD(p, lr=0.1), nn.BatchNorm1d(3)), "BatchNorm in training mode: 1"),
     ],
 )
@@ -324,6 +324,24 @@ def test_a_loss_that_keeps_state_is_found(recorded, tmp_path):
     sw.Trainer(make(), tmp_path / "drifting", progress=False).fit(loader, epochs=2)
     with pytest.raises(sw.CheckpointError, match=r"update 7 must be repeated.*keeps state between calls"):
         sw.metagradient(tmp_path / "drifting", make, loader, queries)
+
+
+def test_refuses_buffers_that_updates_change(recorded, tmp_path):
+    class Counting(nn.Linear):
+        def forward(self, x):
+            self.seen += 1
+            return super().forward(x)
+
+    def make():
+        torch.manual_seed(0)
+        model = Counting(4, 3, dtype=torch.float64)
+        model.register_buffer("seen", torch.tensor(0))
+        return sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss())
+
+    _, loader, queries = recorded
+    sw.Trainer(make(), tmp_path / "counting", progress=False).fit(loader, epochs=1)
+    with pytest.raises(ValueError, match="needs buffers that updates leave alone; found changed: seen"):
+        sw.metagradient(tmp_path / "counting", make, loader, queries)
 
 
 def test_warns_if_the_training_is_not_smooth(tmp_path):

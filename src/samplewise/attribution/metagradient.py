@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,9 @@ def metagradient(
         final = newest_state(run)
         step = new_step(make_step, final["trainer"]["seed"])
         formula = check_step(step)
-        name = sha256([digest, str(by), *_settings(step), *_tensors(final["model"])])[:16]
+        groups = [{**group, "params": len(group["params"])} for group in step.optimizer.param_groups]
+        saved = [value for value in final["model"].values() if isinstance(value, Tensor)]
+        name = sha256([digest, str(by), repr(step), repr(step_settings(step)), repr(groups), *saved])[:16]
         directory = (run / FOLDER if to is None else absolute(to)) / name
         directory.mkdir(parents=True, exist_ok=True)
         replay = Replay(run, final, step, loader, samples, formula, directory, every, device)
@@ -233,51 +235,32 @@ def check_step(step: Step) -> Formula:
     chain = config.transforms
     modules = step._evaluator.modules
     formula = formula_of(step.optimizer)
-    dtypes = {p.dtype for p in step._evaluator.trained.named.values()}
-    remedy = "Leave it out of make_step and of the run."
-    refusals = {
-        "one process": (collectives.size() > 1, f"{collectives.size()} ranks", "Run it without torchrun."),
-        "a training without noise": (step.privacy is not None or chain.on_sum, "privacy= or sw.noise", remedy),
-        "float32 or float64 without autocast": (
-            config.precision not in (None, "32") or not dtypes <= {torch.float32, torch.float64},
-            f"precision={config.precision!r} and parameters of {', '.join(sorted(map(str, dtypes)))}",
-            "Train in float32.",
-        ),
-        "updates that are not compiled": (
-            bool(config.compile),
-            f"compile={config.compile!r}",
-            "Leave it out of make_step.",
-        ),
-        "a fixed microbatch size": (isinstance(config.microbatch, Auto), f"{config.microbatch!r}", "Pass the number."),
-        "smooth transforms of single samples, such as sw.weight and sw.clip": (
-            chain.window or bool(chain.references),
-            f"{chain!r}",
-            remedy,
-        ),
-        "sw.per('token'), 'sample' or a number": (
-            config.aggregate is not None and config.aggregate.unit == "group",
-            f"aggregate={config.aggregate!r}",
-            remedy,
-        ),
-        "one of SGD, Adam, AdamW, RMSprop and sw.sgd, without hooks and with numbers as settings": (
+    dtypes = {str(p.dtype) for p in step._evaluator.trained.named.values()}
+    norms = mixing_batch_norms(modules)
+    precise = config.precision in (None, "32") and dtypes <= {"torch.float32", "torch.float64"}
+    grouped = config.aggregate is not None and config.aggregate.unit == "group"
+    sparse = any(getattr(module, "sparse", False) is True for root in modules for module in root.modules())
+    # (whether it is refused, what is needed, what was found)
+    rules = [
+        (collectives.size() > 1, "one process", f"{collectives.size()} ranks"),
+        (step.privacy is not None, "updates without noise", "privacy="),
+        (bool(chain.on_sum), "updates without noise", f"{chain!r}"),
+        (not precise, "float32 or float64 without autocast", f"precision={config.precision!r} and {listed(dtypes)}"),
+        (bool(config.compile), "updates that are not compiled", f"compile={config.compile!r}"),
+        (isinstance(config.microbatch, Auto), "a fixed microbatch size", f"microbatch={config.microbatch!r}"),
+        (chain.window or bool(chain.references), "transforms of single samples, such as sw.clip", f"{chain!r}"),
+        (grouped, "sw.per('token'), sw.per('sample') or sw.per(number)", f"{config.aggregate!r}"),
+        (bool(norms), "layers without statistics of the batch", f"BatchNorm in training mode: {listed(norms)}"),
+        (sparse, "dense gradients", "an embedding with sparse=True"),
+        (
             formula is None,
+            "SGD, Adam, AdamW, RMSprop or sw.sgd, without hooks and with numbers as settings",
             f"{type(step.optimizer).__name__}",
-            "Use one of these.",
         ),
-        "layers without statistics of the batch": (
-            bool(mixing_batch_norms(modules)),
-            f"BatchNorm in training mode: {listed(mixing_batch_norms(modules))}",
-            "Use GroupNorm, or call sw.freeze_batchnorm(model) in make_step.",
-        ),
-        "dense gradients": (
-            any(getattr(m, "sparse", False) is True for root in modules for m in root.modules()),
-            "an embedding with sparse=True",
-            "Leave it out.",
-        ),
-    }
-    for needed, (refused, found, what_to_do) in refusals.items():
+    ]
+    for refused, needed, found in rules:
         if refused:
-            raise ValueError(f"sw.metagradient needs {needed}; found {found}. {what_to_do}")
+            raise ValueError(f"sw.metagradient needs {needed}; found {found}. Train a run without it.")
     assert formula is not None
     return formula
 
@@ -293,14 +276,3 @@ def _number_of_samples(loader: Any) -> int:
             f"{type(loader).__name__}. Use DataLoader(sw.Indexed(dataset), ...), in the run as well."
         )
     return len(dataset)
-
-
-def _settings(step: Step) -> list[str]:
-    groups = [
-        {name: value for name, value in group.items() if name != "params"} for group in step.optimizer.param_groups
-    ]
-    return [repr(step), repr(step_settings(step)), repr(groups)]
-
-
-def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]

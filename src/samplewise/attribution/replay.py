@@ -18,7 +18,7 @@ from torch import Tensor
 
 from samplewise.core.batches import leaves, pick
 from samplewise.core.state import RandomState, seed_everything
-from samplewise.core.text import plural
+from samplewise.core.text import listed, plural
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.directory import FOLDER, newest_checkpoint, newest_first
@@ -132,6 +132,7 @@ class Replay:
         self._directory = directory
         self._every = every
         self._random = RandomState()  # at the start of the run
+        self._buffers = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
         self._recorder = Recorder(step, formula)
         seed = final["trainer"]["seed"]
         self._trainer = Trainer(step, None, [self._recorder], device=device, seed=seed, progress=False)
@@ -153,9 +154,9 @@ class Replay:
             if self._done % every == 0 and self._done < self.updates:
                 io.write(self._directory / f"update-{self._done:09d}.ckpt", *self._trainer._state(0))
                 self._recorder.records.clear()
-            on_update()
 
-        self._fit(start, self.updates, snapshot, on_start=snapshot)
+        self._fit(start, self.updates, lambda: (snapshot(), on_update()), on_start=snapshot)
+        self._check_buffers()
         self._compare()
 
     def records(self, update: int) -> list[UpdateRecord]:
@@ -176,8 +177,8 @@ class Replay:
         self,
         start: Path | None,
         updates: int,
-        on_update: Callable[[], None] = lambda: None,
-        on_start: Callable[[], None] = lambda: None,
+        on_update: Callable[[], object] = lambda: None,
+        on_start: Callable[[], object] = lambda: None,
     ) -> None:
         """Train from a checkpoint, or from the step as it is, up to a number of updates."""
 
@@ -210,6 +211,17 @@ class Replay:
             changes = differences(saved, self._trainer._loader.data)
             if changes:
                 raise CheckpointError(f"loader must be that of the run; found {join_words(changes)}.")
+
+    def _check_buffers(self) -> None:
+        """Raise ValueError if updates change buffers: queries may depend on them, which is not differentiated."""
+        buffers = dict(self.step.model.named_buffers())
+        changed = [
+            name for name, start in self._buffers.items() if not torch.equal(start, buffers[name].to(start.device))
+        ]
+        if changed:
+            raise ValueError(
+                f"sw.metagradient needs buffers that updates leave alone; found changed: {listed(changed)}."
+            )
 
     def _default_every(self) -> int:
         """Updates whose records take MEMORY bytes, at least the root of all updates."""
