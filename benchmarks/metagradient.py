@@ -1,6 +1,6 @@
 """Metagradients of an MLP of 2,410 parameters on digits: LDS beside other methods, and time in trainings.
 
-    python benchmarks/metagradient.py            table of docs/attribution-measurements.md, about ten minutes
+    python benchmarks/metagradient.py            tables of docs/attribution-measurements.md, about ten minutes
 
 Outcomes are losses of queries after retraining without 5 % or 50 % of the samples, with the same initial parameters,
 order and denominators: weight 0 for the samples that are left out. "other seeds": the same with other initial
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -121,8 +122,25 @@ def seconds(run: Path) -> None:
         print(f"{name:24} {median(values):6.2f} s  {median(values) / base:5.2f} trainings", flush=True)
 
 
+def smoothness(folder: Path) -> None:
+    """Print the LDS at 5 % left out by learning rate, and the warning of sw.metagradient, if there is one."""
+    global RATE, TEST
+    TEST = X[TRAIN : TRAIN + QUERIES], Y[TRAIN : TRAIN + QUERIES]
+    subsets = evaluate.subsets(TRAIN, 16, fraction=0.95, seed=9)
+    for RATE in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+        run = folder / f"rate-{RATE}"
+        train(5, run)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            values = -sw.metagradient(run, lambda: make_step(5), LOADER, [TEST], device="cpu")
+        factors = [str(warning.message).partition("grow by ")[2][:20] for warning in caught]
+        found = evaluate.lds(values, subsets, outcomes(subsets, [5] * 16))
+        print(f"learning rate {RATE}: LDS {found.mean:.3f}  {factors}", flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         seconds(Path(folder) / "time")
         quality(Path(folder))
+        smoothness(Path(folder))

@@ -54,7 +54,7 @@ SECTIONS = {
     ],
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "diagnostics.signal_to_noise", "fisher", "similarity", "suspects"],
-    "Attribution": ["influence", "ekfac", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
+    "Attribution": ["influence", "ekfac", "metagradient", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
     "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
     "Ledger": ["Ledger", "Indexed", "read_ledger"],
 }

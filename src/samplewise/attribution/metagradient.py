@@ -41,7 +41,7 @@ from samplewise.step.step import Step
 
 Run = str | Path
 SAVE_EVERY = 60.0  # seconds between two saves of the backward pass
-STEEP = 1e3  # growth of gradients above which they say little about a finite change of a weight
+STEEP = 10.0  # growth of gradients; with a factor of 97, an MLP on digits had an LDS of 0 at 5 % left out
 FOLDER = "metagradient"  # in the run directory
 FILE = "backward.safetensors"
 REMEDY = (
@@ -102,8 +102,8 @@ def metagradient(
         step = new_step(make_step, final["trainer"]["seed"])
         formula = check_step(step)
         groups = [{**group, "params": len(group["params"])} for group in step.optimizer.param_groups]
-        saved = [value for value in final["model"].values() if isinstance(value, Tensor)]
-        name = sha256([digest, str(by), repr(step), repr(step_settings(step)), repr(groups), *saved])[:16]
+        trained = [value for value in final["model"].values() if isinstance(value, Tensor)]
+        name = sha256([digest, str(by), repr(step), repr(step_settings(step)), repr(groups), *trained])[:16]
         directory = (run / FOLDER if to is None else absolute(to)) / name
         directory.mkdir(parents=True, exist_ok=True)
         replay = Replay(run, final, step, loader, samples, formula, directory, every, device)

@@ -155,7 +155,11 @@ class Replay:
                 io.write(self._directory / f"update-{self._done:09d}.ckpt", *self._trainer._state(0))
                 self._recorder.records.clear()
 
-        self._fit(start, self.updates, lambda: (snapshot(), on_update()), on_start=snapshot)
+        def after_update() -> None:
+            snapshot()
+            on_update()
+
+        self._fit(start, self.updates, after_update, on_start=snapshot)
         self._check_buffers()
         self._compare()
 
@@ -177,8 +181,8 @@ class Replay:
         self,
         start: Path | None,
         updates: int,
-        on_update: Callable[[], object] = lambda: None,
-        on_start: Callable[[], object] = lambda: None,
+        on_update: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Train from a checkpoint, or from the step as it is, up to a number of updates."""
 
@@ -260,7 +264,7 @@ class Recorder:
         self._step = step
         self._formula = formula
 
-    def prepare(self, begin: Callable[[], None], done: Callable[[], object]) -> None:
+    def prepare(self, begin: Callable[[], None], done: Callable[[], None]) -> None:
         """begin: called at the start of the next fit, before its first update; done: after each update."""
         self._begin = begin
         self._done = done

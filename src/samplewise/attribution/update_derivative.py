@@ -186,7 +186,7 @@ class UpdateDerivative:
         ]
 
 
-def _norm(tensors: list[Tensor]) -> float:
+def _norm(tensors: Any) -> float:
     return torch.stack(list(torch._foreach_norm(tensors))).norm().item()
 
 
