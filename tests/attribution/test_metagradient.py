@@ -198,7 +198,7 @@ def test_an_interrupted_call_continues(place, number, left, tmp_path, monkeypatc
     call = partial(sw.metagradient, tmp_path / "run", partial(fresh, cnn), loader, queries, every=2, device="cpu")
     wanted = call(to=tmp_path / "other")
     monkeypatch.setattr(module, "SAVE_EVERY", 0.0)
-    kind = replay.Recorder if place == "on_update" else module.BackwardState
+    kind = replay.Replay if place == "on_update" else module.BackwardState
     original = getattr(kind, place)
     calls = []
 
@@ -277,6 +277,7 @@ def test_refuses_another_run(recorded):
     run, loader, queries = recorded
     with pytest.raises(sw.CheckpointError, match="the replay differs from the recorded run: after 8 updates"):
         sw.metagradient(run, linear(lambda p: torch.optim.SGD(p, lr=0.101)), loader, queries)
+    assert list(run.glob("metagradient/*")) == []
     with pytest.raises(sw.CheckpointError, match="the optimizer it was saved with, SGD; found Adam"):
         sw.metagradient(run, linear(torch.optim.Adam), loader, queries)
     other = DataLoader(loader.dataset, batch_size=5, shuffle=True)

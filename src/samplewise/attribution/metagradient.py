@@ -66,8 +66,8 @@ def metagradient(
 
     The weight w of a sample, 1 in the run, multiplies its term in every update, Σ w c g / Σ counts; the denominator
     stays, as with `sw.weight`. The derivative is that of retraining with the same order, dropout and augmentation, so
-    that the loss of a query without some samples is about the loss minus the sum of their scores. Negative for a sample
-    that lowers the query's loss, in contrast to `sw.influence`.
+    that the loss of a query without some samples is about the loss minus the sum of their derivatives. Negative for a
+    sample that lowers the query's loss, in contrast to `sw.influence`.
 
     The run is repeated and compared with its newest checkpoint. It may use SGD, Adam, AdamW or RMSprop, a scheduler,
     max_grad_norm, `sw.weight`, `sw.clip` and `sw.normalize`; callbacks are not repeated. An interrupted call, even one
@@ -102,8 +102,9 @@ def metagradient(
         step = new_step(make_step, final["trainer"]["seed"])
         formula = check_step(step)
         groups = [{**group, "params": len(group["params"])} for group in step.optimizer.param_groups]
-        trained = [value for value in final["model"].values() if isinstance(value, Tensor)]
-        name = sha256([digest, str(by), repr(step), repr(step_settings(step)), repr(groups), *trained])[:16]
+        settings = [digest, str(by), repr(step), repr(step_settings(step)), repr(groups)]
+        tensors = [torch.get_rng_state(), *step.model.state_dict().values(), *final["model"].values()]
+        name = sha256([*settings, *(value for value in tensors if isinstance(value, Tensor))])[:16]
         directory = (run / FOLDER if to is None else absolute(to)) / name
         directory.mkdir(parents=True, exist_ok=True)
         replay = Replay(run, final, step, loader, samples, formula, directory, every, device)
@@ -111,14 +112,18 @@ def metagradient(
         with progress(2 * replay.updates, "sw.metagradient, updates") as advance:
             state = BackwardState.load(directory / FILE, replay.device)
             if state is None:
-                replay.first_pass(lambda: advance(1))
-                state = BackwardState.of_queries(queries, step, replay, formula)
+                try:
+                    replay.first_pass(lambda: advance(1))
+                    state = BackwardState.of_queries(queries, step, replay, formula)
+                except Exception:  # the snapshots may be those of another run
+                    shutil.rmtree(directory)
+                    raise
                 state.save(directory / FILE)
             else:
                 advance(2 * replay.updates - state.update)
             saved = time.monotonic()
             while state.update:
-                for record in reversed(replay.records(state.update)):
+                for record in reversed(replay.segment(state.update)):
                     adjoint, derivatives = derivative(record, state.adjoint)
                     state.update = record.number
                     state.set_adjoint(adjoint)
@@ -133,8 +138,9 @@ def metagradient(
     shutil.rmtree(directory)
     with suppress(OSError):  # not empty: another call was interrupted
         directory.parent.rmdir()
-    epochs = [state.scores[epoch] for epoch in sorted(state.scores)]
-    return torch.stack(epochs) if by == "epoch" else epochs[0]
+    zeros = torch.zeros_like(next(iter(state.scores.values())))  # of an epoch whose samples are in no update
+    epochs = torch.stack([state.scores.get(epoch, zeros) for epoch in range(max(state.scores) + 1)])
+    return epochs if by == "epoch" else epochs[0]
 
 
 @dataclass

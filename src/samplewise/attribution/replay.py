@@ -1,6 +1,6 @@
 """Replay of a recorded run: the state before each update, and what the update was computed from.
 
-The first pass writes a snapshot every `every` updates, a checkpoint of the trainer in a directory. `records(update)`
+The first pass writes a snapshot every `every` updates, a checkpoint of the trainer in a directory. `segment(update)`
 then repeats the segment of the run that ends with an update. Both are calls of `Trainer.fit`, so that order,
 augmentation, dropout, learning rates and windows are those of the run, as after a resume.
 """
@@ -53,24 +53,17 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameter group of the optimizer. steps: number of updates that each parameter has had, name -> number."""
-
-    settings: dict[str, Any]
-    steps: dict[str, float]
-
-
-@dataclass(frozen=True)
 class TrainingState:
     """State between two updates.
 
     parameters  name -> tensor
     optimizer   (name of the parameter, name of the state) -> tensor; those that the optimizer has not made yet are zero
+    groups      settings of each parameter group, and number of updates that each of its parameters has had, by name
     """
 
     parameters: dict[str, Tensor]
     optimizer: dict[tuple[str, str], Tensor]
-    groups: list[Group]
+    groups: list[tuple[dict[str, Any], dict[str, float]]]
 
     @classmethod
     def of(cls, step: Step, formula: Formula) -> TrainingState:
@@ -88,14 +81,10 @@ class TrainingState:
                     value = state.get(key)
                     value = torch.zeros_like(p) if value is None else value
                     optimizer[names[id(p)], key] = value.detach().clone()
-                # SGD keeps no number of updates: its first one differs from the others, see `new_state`.
+                # SGD keeps no number of updates, but its first one differs from the others.
                 steps[names[id(p)]] = float(state.get("step", state.get("momentum_buffer") is not None))
-            groups.append(Group({name: value for name, value in group.items() if name != "params"}, steps))
+            groups.append(({name: value for name, value in group.items() if name != "params"}, steps))
         return cls({name: p.detach().clone() for name, p in named.items()}, optimizer, groups)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.parameters.values(), *self.optimizer.values()))
 
 
 @dataclass(frozen=True)
@@ -107,9 +96,21 @@ class UpdateRecord:
     before: TrainingState
     after: TrainingState
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the record, without `after`, which the next one has as well."""
+        batches = [leaf for part in self.microbatches for leaf in leaves(part.batch) if isinstance(leaf, Tensor)]
+        tensors = [*self.before.parameters.values(), *self.before.optimizer.values(), *batches]
+        return sum(tensor.nbytes for tensor in tensors) + RANDOM_BYTES * len(self.microbatches)
+
 
 class Replay:
-    """Replay of the run in the directory `run`. directory: of the snapshots. every: updates between two snapshots."""
+    """Replay of the run in the directory `run`, as a callback of its trainer. directory: of the snapshots. every:
+    updates between two of them.
+
+    records        of consecutive updates, since the last snapshot or the start of a segment
+    microbatches   of the current window
+    """
 
     def __init__(
         self,
@@ -126,125 +127,107 @@ class Replay:
         """final: state in the newest checkpoint of the run. step: new, see `new_step`. samples: of the dataset."""
         self.step = step
         self.updates: int = final["step"]["counters"]["updates"]
+        self.records: list[UpdateRecord] = []
+        self.microbatches: list[Microbatch] = []
         self._run = run
         self._final = final
         self._loader = loader
+        self._formula = formula
         self._directory = directory
         self._every = every
+        self._start: Path | None = None  # checkpoint from which the next fit starts; None: the step as it is
+        self._progress: Callable[[], None] | None = None  # called after each update of the first pass; None in others
         self._random = RandomState()  # at the start of the run
         self._buffers = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
-        self._recorder = Recorder(step, formula)
-        seed = final["trainer"]["seed"]
-        self._trainer = Trainer(step, None, [self._recorder], device=device, seed=seed, progress=False)
+        self._trainer = Trainer(step, None, [self], device=device, seed=final["trainer"]["seed"], progress=False)
         windows = step._windows
-        windows._accumulator = RecordingAccumulator(windows._accumulator, self._recorder, windows, samples)
+        windows._accumulator = RecordingAccumulator(windows._accumulator, self, windows, samples)
 
     @property
     def device(self) -> torch.device:
         return self._trainer.device
 
-    def first_pass(self, on_update: Callable[[], None]) -> None:
+    def first_pass(self, progress: Callable[[], None]) -> None:
         """Repeat the whole run, or its rest after the newest snapshot, and compare its end with that of the run."""
-        snapshots = newest_first(self._directory)
-        first = [path for update, path in newest_first(self._run / FOLDER) if update == 0]
-        start = snapshots[0][1] if snapshots else next(iter(first), None)
+        checkpoints = newest_first(self._directory)
+        checkpoints += [(update, path) for update, path in newest_first(self._run / FOLDER) if update == 0]
+        self._progress = progress
+        self._fit(checkpoints[0][1] if checkpoints else None, self.updates)
+        self._progress = None
+        self._check_end()
 
-        def snapshot() -> None:
-            every = self._every or self._default_every()
-            if self._done % every == 0 and self._done < self.updates:
-                io.write(self._directory / f"update-{self._done:09d}.ckpt", *self._trainer._state(0))
-                self._recorder.records.clear()
-
-        def after_update() -> None:
-            snapshot()
-            on_update()
-
-        self._fit(start, self.updates, after_update, on_start=snapshot)
-        self._check_buffers()
-        self._compare()
-
-    def records(self, update: int) -> list[UpdateRecord]:
+    def segment(self, update: int) -> list[UpdateRecord]:
         """Records of the segment of the run that ends with this number of updates."""
-        records = self._recorder.records
         start, path = next((n, path) for n, path in newest_first(self._directory) if n < update)
-        if not records or (records[0].number, records[-1].number) != (start, update - 1):
+        if not self.records or (self.records[0].number, self.records[-1].number) != (start, update - 1):
             self._fit(path, update)
-        segment = list(records)
-        records.clear()
-        return segment
+        records = self.records
+        self.records = []
+        return records
 
-    @property
-    def _done(self) -> int:
-        return self.step.counters.updates
-
-    def _fit(
-        self,
-        start: Path | None,
-        updates: int,
-        on_update: Callable[[], None] = lambda: None,
-        on_start: Callable[[], None] = lambda: None,
-    ) -> None:
+    def _fit(self, start: Path | None, updates: int) -> None:
         """Train from a checkpoint, or from the step as it is, up to a number of updates."""
-
-        def begin() -> None:
-            trainer = self._trainer
-            trainer._run_state.start()
-            check_compatible(self._final, trainer._run_state._parts(), trainer.seed)
-            self._check_loader()
-            if start is None:
-                self._random.restore()
-            else:
-                state = io.read_for_rank(start)
-                check_trainer_state(start, state)
-                trainer._load(state)
-            on_start()
-
-        self._recorder.prepare(begin, on_update)
+        self._start = start
         result = self._trainer.fit(self._loader, updates=updates)
-        if self._done != updates:
+        if self.step.counters.updates != updates:
             if result.signal is not None:
                 raise KeyboardInterrupt(f"sw.metagradient was {result.reason}; the same call continues")
             raise CheckpointError(
                 f"the replay must make the {plural(updates, 'update')} of the run; found that it ended after "
-                f"{self._done}: {result.reason}. Pass the loader of the run."
+                f"{self.step.counters.updates}: {result.reason}. Pass the loader of the run."
             )
 
-    def _check_loader(self) -> None:
-        assert self._trainer._loader is not None
+    def on_fit_start(self) -> None:
+        trainer = self._trainer
+        trainer._run_state.start()
+        check_compatible(self._final, trainer._run_state._parts(), trainer.seed)
+        assert trainer._loader is not None
         for saved in (self._final["trainer"].get("data") or [])[:1]:
-            changes = differences(saved, self._trainer._loader.data)
-            if changes:
+            if changes := differences(saved, trainer._loader.data):
                 raise CheckpointError(f"loader must be that of the run; found {join_words(changes)}.")
+        if self._start is None:
+            self._random.restore()
+        else:
+            state = io.read_for_rank(self._start)
+            check_trainer_state(self._start, state)
+            trainer._load(state)
+        self.records = []
+        self._state = TrainingState.of(self.step, self._formula)
+        self._snapshot()
 
-    def _check_buffers(self) -> None:
-        """Raise ValueError if updates change buffers: queries may depend on them, which is not differentiated."""
+    def on_update(self, update: Update) -> None:
+        if update.skipped:
+            return
+        before = self._state
+        self._state = TrainingState.of(self.step, self._formula)
+        self.records.append(UpdateRecord(update.index, self.microbatches, before, self._state))
+        self._snapshot()
+        if self._progress is not None:
+            self._progress()
+
+    def _snapshot(self) -> None:
+        """In the first pass, write a snapshot at the start and every `every` updates."""
+        done = self.step.counters.updates
+        if self._every is None and self.records:  # after the first update, whose size is known
+            self._every = max(math.isqrt(self.updates - 1) + 1, MEMORY // self.records[0].nbytes)
+        if self._progress is not None and done < self.updates and done % (self._every or self.updates) == 0:
+            io.write(self._directory / f"update-{done:09d}.ckpt", *self._trainer._state(0))
+            self.records = []
+
+    def _check_end(self) -> None:
+        """Raise if updates change buffers, or if the parameters differ from those of the run by more than rounding."""
         buffers = dict(self.step.model.named_buffers())
-        changed = [
-            name for name, start in self._buffers.items() if not torch.equal(start, buffers[name].to(start.device))
-        ]
-        if changed:
+        changed = [n for n, start in self._buffers.items() if not torch.equal(start, buffers[n].to(start.device))]
+        if changed:  # queries may depend on them, which is not differentiated
             raise ValueError(
                 f"sw.metagradient needs buffers that updates leave alone; found changed: {listed(changed)}."
             )
-
-    def _default_every(self) -> int:
-        """Updates whose records take MEMORY bytes, at least the root of all updates."""
-        if not self._recorder.records:
-            return self.updates  # before the first update
-        record = self._recorder.records[0]
-        batches = (leaf for part in record.microbatches for leaf in leaves(part.batch) if isinstance(leaf, Tensor))
-        size = record.before.nbytes + sum(leaf.nbytes for leaf in batches) + RANDOM_BYTES * len(record.microbatches)
-        self._every = max(math.isqrt(self.updates - 1) + 1, MEMORY // size)
-        return self._every
-
-    def _compare(self) -> None:
-        """Raise CheckpointError if the parameters differ from those of the run by more than rounding."""
         off = size = 0.0
         for name, value in self._trainer.model.state_dict().items():
             saved = self._final["model"].get(name, value)  # save="trained" leaves frozen ones out
             off += (value.double() - saved.to(value.device)).square().sum().item()
             size += saved.double().square().sum().item()
-        dtype = next(iter(self.step._evaluator.trained.named.values())).dtype
+        dtype = next(iter(self._state.parameters.values())).dtype
         if not off**0.5 <= math.sqrt(torch.finfo(dtype).eps) * size**0.5:
             raise CheckpointError(
                 f"the replay differs from the recorded run: after {plural(self.updates, 'update')} its parameters must "
@@ -255,40 +238,12 @@ class Replay:
             )
 
 
-class Recorder:
-    """Callback that records each update; `records` is a list of consecutive updates."""
-
-    def __init__(self, step: Step, formula: Formula):
-        self.records: list[UpdateRecord] = []
-        self.microbatches: list[Microbatch] = []
-        self._step = step
-        self._formula = formula
-
-    def prepare(self, begin: Callable[[], None], done: Callable[[], None]) -> None:
-        """begin: called at the start of the next fit, before its first update; done: after each update."""
-        self._begin = begin
-        self._done = done
-
-    def on_fit_start(self) -> None:
-        self.records.clear()
-        self.microbatches = []
-        self._begin()
-        self._state = TrainingState.of(self._step, self._formula)
-
-    def on_update(self, update: Update) -> None:
-        if not update.skipped:
-            before = self._state
-            self._state = TrainingState.of(self._step, self._formula)
-            self.records.append(UpdateRecord(update.index, self.microbatches, before, self._state))
-            self._done()
-
-
 class RecordingAccumulator(AccumulatorWrapper):
     """Accumulator that records its microbatches."""
 
-    def __init__(self, inner: Accumulator, recorder: Recorder, windows: WindowBuilder, samples: int):
+    def __init__(self, inner: Accumulator, replay: Replay, windows: WindowBuilder, samples: int):
         super().__init__(inner)
-        self._recorder = recorder
+        self._replay = replay
         self._windows = windows
         self._samples = samples
 
@@ -299,9 +254,9 @@ class RecordingAccumulator(AccumulatorWrapper):
     def add(self, microbatches: Any, start: int, divide: bool = False) -> list[SampleStats]:
         [batch] = microbatches
         if start == 0:  # tail="drop" may have left out samples of the last window
-            self._recorder.microbatches = []
+            self._replay.microbatches = []
         ids = self._ids(batch)
-        self._recorder.microbatches.append(Microbatch(batch, ids, start, self._windows.counters.epochs, RandomState()))
+        self._replay.microbatches.append(Microbatch(batch, ids, start, self._windows.counters.epochs, RandomState()))
         return self._inner.add(microbatches, start, divide)
 
     def _ids(self, batch: Any) -> Tensor:

@@ -119,16 +119,12 @@ class UpdateDerivative:
         """Parameters and states after the update; without those that it does not change."""
         trained = self._evaluator.trained.named
         new: dict[Key, Tensor] = {}
-        for group in before.groups:
-            for name, steps in group.steps.items():
+        for group, counts in before.groups:
+            for name, steps in counts.items():
                 if name not in gradients:
                     continue
                 # The first update of SGD sets the momentum to the gradient, without dampening.
-                settings = (
-                    group.settings
-                    if steps or "dampening" not in group.settings
-                    else {**group.settings, "dampening": 0.0}
-                )
+                settings = {**group, "dampening": 0.0} if not steps and "dampening" in group else group
                 old = {key: states[name, key] for key in self._formula.states(settings)}
                 for key in ROOTS:  # the root has no derivative at 0, where the gradient was 0 in all updates
                     if key in old:
