@@ -34,12 +34,12 @@ from samplewise.engine.gradients import gradients_of
 from samplewise.errors import BatchError, NonFiniteGradientError, TrainingWarning
 from samplewise.ledger.sample_ids import Indexed
 from samplewise.loop.checkpoint.resume_settings import step_settings
+from samplewise.loop.checkpoint.trained import RunPath
 from samplewise.loop.data.rng import nested_parts
 from samplewise.parallel import collectives
 from samplewise.step.compiled.optim import Formula, formula_of
 from samplewise.step.step import Step
 
-Run = str | Path
 SAVE_EVERY = 60.0  # seconds between two saves of the backward pass
 STEEP = 10.0  # growth of gradients; with a factor of 97, an MLP on digits had an LDS of 0 at 5 % left out
 FOLDER = "metagradient"  # in the run directory
@@ -51,7 +51,7 @@ REMEDY = (
 
 
 def metagradient(
-    run: Run,
+    run: RunPath,
     make_step: Callable[[], Step],
     loader: Iterable[Any],
     queries: Iterable[Any],
@@ -59,7 +59,7 @@ def metagradient(
     by: Literal["epoch"] | None = None,
     every: int | None = None,
     device: str | torch.device = "auto",
-    to: Run | None = None,
+    to: RunPath | None = None,
 ) -> Tensor:
     """Derivative of each query's loss after training with respect to the weight of each training sample, (queries,
     training samples), by differentiating the recorded run backward (metagradient, MAGIC).
