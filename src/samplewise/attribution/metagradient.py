@@ -10,9 +10,10 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,12 +107,15 @@ def metagradient(
         tensors = [torch.get_rng_state(), *step.model.state_dict().values(), *final["model"].values()]
         name = sha256([*settings, *(value for value in tensors if isinstance(value, Tensor))])[:16]
         directory = (run / FOLDER if to is None else absolute(to)) / name
-        directory.mkdir(parents=True, exist_ok=True)
         replay = Replay(run, final, step, loader, samples, formula, directory, every, device)
         derivative = UpdateDerivative(step, formula)
+        with torch.no_grad():  # finds errors of the queries before the run is repeated
+            if not list(_query_losses(islice(queries, 1), step, replay.device)):
+                raise BatchError("queries must yield at least one batch; found none. Pass a loader or a list.")
         with progress(2 * replay.updates, "sw.metagradient, updates") as advance:
             state = BackwardState.load(directory / FILE, replay.device)
             if state is None:
+                directory.mkdir(parents=True, exist_ok=True)
                 try:
                     replay.first_pass(lambda: advance(1))
                     state = BackwardState.of_queries(queries, step, replay, formula)
@@ -165,14 +169,10 @@ class BackwardState:
         evaluator = step._evaluator
         trained = evaluator.trained.trainable()
         rows: dict[Key, list[Tensor]] = {name: [] for name in trained}
-        with eval_mode(*evaluator.modules):
-            for batch in queries:
-                losses = per_sample(step.loss_fn(step.model, to_device(batch, replay.device)))[0]
-                full = gradients_of(losses, trained, evaluator.modules).full()
-                for name, p in trained.items():
-                    rows[name].append(full[name] if name in full else p.new_zeros(len(losses), *p.shape))
-        if not rows[next(iter(rows))]:
-            raise BatchError("queries must yield at least one batch; found none. Pass a loader or a list.")
+        for losses in _query_losses(queries, step, replay.device):
+            full = gradients_of(losses, trained, evaluator.modules).full()
+            for name, p in trained.items():
+                rows[name].append(full[name] if name in full else p.new_zeros(len(losses), *p.shape))
         adjoint: Adjoint = {name: torch.cat(parts).detach() for name, parts in rows.items()}
         norms = _norms(adjoint)
         for key, value in TrainingState.of(step, formula).optimizer.items():
@@ -224,6 +224,13 @@ class BackwardState:
             part, key = json.loads(name)
             parts[part][tuple(key) if isinstance(key, list) else key] = value if part == "scores" else value.to(device)
         return cls(description["update"], parts["adjoint"], parts["scores"], **parts["norms"])
+
+
+def _query_losses(queries: Iterable[Any], step: Step, device: torch.device) -> Iterator[Tensor]:
+    """Losses of each batch of queries, in evaluation mode."""
+    with eval_mode(*step._evaluator.modules):
+        for batch in queries:
+            yield per_sample(step.loss_fn(step.model, to_device(batch, device)))[0]
 
 
 def _norms(adjoint: Adjoint) -> Tensor:
