@@ -63,7 +63,7 @@ SECTIONS = {
         "suspects",
         "dynamics",
     ],
-    "Attribution": ["influence", "ekfac", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
+    "Attribution": ["influence", "ekfac", "metagradient", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
     "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
     "Ledger": ["Ledger", "Indexed", "read_ledger", "ImportanceSampler"],
 }

@@ -47,7 +47,8 @@ KEYWORDS = {
     "privacy": "DP-SGD, differential privacy, epsilon, delta, Renyi, accountant, Poisson sampling, Opacus",
     "diagnostics": "gradient noise scale, critical batch size, wrong labels, noisy labels, label noise, mislabeled, "
     "outliers, Fisher information, pruning, similarity, hard examples",
-    "attribution": "influence functions, data attribution, TRAK, EK-FAC, TracIn, explain prediction, coreset",
+    "attribution": "influence functions, data attribution, TRAK, EK-FAC, TracIn, explain prediction, coreset, "
+    "metagradient, MAGIC, REPLAY, unrolled differentiation, data valuation",
     "diagnostics-measurements": "benchmark, cleanlab, average precision, label noise",
     "attribution-measurements": "benchmark, linear datamodeling score, LDS, kronfluence, traker",
     "dynamics": "dataset cartography, data map, forgetting events, example forgetting, AUM, area under the margin, "

@@ -70,6 +70,7 @@ __all__ = [
     "load_checkpoint",
     "load_update",
     "loggers",
+    "metagradient",
     "noise",
     "noise_scale",
     "normalize",

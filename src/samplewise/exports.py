@@ -6,6 +6,7 @@ from samplewise import parallel as parallel
 from samplewise import testing as testing
 from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.influence import influence as influence
+from samplewise.attribution.metagradient import metagradient as metagradient
 from samplewise.attribution.trak import trak as trak
 from samplewise.audit.audit import audit as audit
 from samplewise.check import check as check

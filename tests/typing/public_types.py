@@ -111,6 +111,9 @@ def attribution(directory: Path) -> None:
     assert_type(curvature, sw.attribution.EKFAC)
     assert_type(sw.influence(model, losses_of, data, data, curvature=curvature, damping=0.1), Tensor)
     assert_type(sw.influence(model, losses_of, data, data, by="layer"), dict[str, Tensor])
+    assert_type(
+        sw.metagradient(directory, lambda: sw.Step(model, sw.sgd(0.1), losses_of), data, data, by="epoch"), Tensor
+    )
     assert_type(sw.attribution.hessian(model, losses_of, data).mean_eigenvalue, float)
     store = sw.attribution.ProjectedStore(directory, 8, dtype="float32", blocks="layer")
     assert_type(store.fill(model, losses_of, data, returns="losses", microbatch="auto"), int)

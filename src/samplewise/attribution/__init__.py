@@ -6,6 +6,9 @@ ekfac           curvature in Kronecker factors with corrected eigenvalues, of an
 store           random projections of gradients on disk, of several models, for repeated searches
 faiss_index     approximate search in a store with FAISS, with its recall
 trak            scores from an ensemble of models, and training data for a target set, on top of the store
+metagradient    derivative of a recorded run with respect to the weights of its samples
+replay          states and batches of the updates of a recorded run
+update_derivative  derivative of one update
 evaluate        quality of scores, measured by retraining
 
 `attribute` applies them to the run of a trainer:
@@ -26,6 +29,7 @@ from samplewise.attribution.ekfac import EKFAC as EKFAC
 from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.faiss_index import FaissIndex as FaissIndex
 from samplewise.attribution.influence import influence as influence
+from samplewise.attribution.metagradient import metagradient as metagradient
 from samplewise.attribution.projected_features import margin as margin
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
 from samplewise.attribution.trak import select as select
@@ -44,6 +48,7 @@ __all__ = [
     "hessian",
     "influence",
     "margin",
+    "metagradient",
     "select",
     "trak",
 ]

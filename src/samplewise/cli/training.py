@@ -6,6 +6,7 @@ batch.id, or batch["id"] for a dict. The recipe's collate_fn and loss get the sa
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ import typer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from samplewise.attribution.methods import Rerun
 from samplewise.cli.arguments import bad_parameters, device_named
 from samplewise.cli.recipe import Recipe
 from samplewise.cli.train import Exists, PrivateOptions
@@ -30,6 +32,7 @@ from samplewise.errors import BatchError
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.previews import indexed_items
 from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, without_id
+from samplewise.loop.checkpoint.trained import run_settings
 from samplewise.loop.data.adapters import is_map_style, loader_with
 from samplewise.loop.replay import Replay, replay
 from samplewise.loop.stopping import FitResult
@@ -38,6 +41,7 @@ from samplewise.parallel import collectives, launch
 from samplewise.privacy.accounting import sampling_plan
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.step import Step
+from samplewise.transforms.chain import as_chain
 from samplewise.transforms.clip import clip as clip_transform
 
 
@@ -203,6 +207,31 @@ def plan_privacy(options: PrivateOptions, loader: Any) -> tuple[Privacy, DataLoa
     names = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "timeout")  # batches are drawn otherwise
     arguments = {name: getattr(loader, name) for name in names}
     return privacy, privacy.loader(loader.dataset, **arguments)
+
+
+# --- repeating a run --------------------------------------------------------------------------------------------------
+
+
+def rerun_of(path: Path, source: bytes, run: Path, loader: Any, device: torch.device) -> Rerun:
+    """Loader with ids, and function that makes the step of a recipe as `train_recipe` has done for this run."""
+    settings = run_settings(run)
+    options: dict[str, Any] = {name: settings.get(name) for name in ("samples", "microbatch")}
+    clip = re.fullmatch(r"chain\(clip\(([0-9.e+-]+)\)\)", settings.get("transforms", ""))
+
+    def make_step() -> Step:
+        recipe = Recipe(path, source)
+        model = recipe.model()
+        data, _ = recipe.data()
+        model.to(device)
+        optimizer = recipe.optimizer(model)
+        scheduler = recipe.scheduler(optimizer)
+        transforms = recipe.transforms()
+        if clip is not None and not recipe.defines("transforms"):  # --clip
+            transforms = as_chain(clip_transform(float(clip[1])))
+        _, loss = with_ids(data, recipe.loss(model))
+        return Step(model, optimizer, loss, scheduler=scheduler, transforms=transforms, **options)
+
+    return Rerun(make_step, with_ids(loader, None)[0])
 
 
 # --- ids of samples ---------------------------------------------------------------------------------------------------
