@@ -259,6 +259,7 @@ def recorded(tmp_path):
     [
         (linear(torch.optim.Adagrad), "needs SGD, Adam, AdamW.*found Adagrad"),
         (linear(transforms=[sw.drop(1)]), r"needs transforms of single samples.*found chain\(drop"),
+        (linear(transforms=[sw.guard()]), r"do not depend on earlier updates; found chain\(guard"),
         (linear(transforms=[sw.noise(1.0)]), "needs updates without noise"),
         (linear(precision="bf16-mixed"), "without autocast; found precision='bf16-mixed'"),
         (linear(compile=True), "not compiled; found compile=True"),

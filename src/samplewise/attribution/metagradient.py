@@ -262,6 +262,7 @@ def check_step(step: Step) -> Formula:
         (bool(config.compile), "updates that are not compiled", f"compile={config.compile!r}"),
         (isinstance(config.microbatch, Auto), "a fixed microbatch size", f"microbatch={config.microbatch!r}"),
         (chain.window or bool(chain.references), "transforms of single samples, such as sw.clip", f"{chain!r}"),
+        (bool(chain.states), "transforms that do not depend on earlier updates", f"{chain!r}"),
         (grouped, "sw.per('token'), sw.per('sample') or sw.per(number)", f"{config.aggregate!r}"),
         (bool(norms), "layers without statistics of the batch", f"BatchNorm in training mode: {listed(norms)}"),
         (sparse, "dense gradients", "an embedding with sparse=True"),
