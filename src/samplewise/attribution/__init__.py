@@ -5,7 +5,11 @@ curvature       interface of the curvature in influence functions; exact curvatu
 ekfac           curvature in Kronecker factors with corrected eigenvalues, of any size of model
 gauss_newton    Gauss-Newton matrix, solved by conjugate gradients that EK-FAC preconditions
 store           random projections of gradients on disk, of several models, for repeated searches
+faiss_index     approximate search in a store with FAISS, with its recall
 trak            scores from an ensemble of models, and training data for a target set, on top of the store
+metagradient    derivative of a recorded run with respect to the weights of its samples
+replay          states and batches of the updates of a recorded run
+update_derivative  derivative of one update
 evaluate        quality of scores, measured by retraining
 
 `attribute` applies them to the run of a trainer:
@@ -24,8 +28,10 @@ from samplewise.attribution.curvature import Hessian as Hessian
 from samplewise.attribution.curvature import hessian as hessian
 from samplewise.attribution.ekfac import EKFAC as EKFAC
 from samplewise.attribution.ekfac import ekfac as ekfac
+from samplewise.attribution.faiss_index import FaissIndex as FaissIndex
 from samplewise.attribution.gauss_newton import GaussNewton as GaussNewton
 from samplewise.attribution.influence import influence as influence
+from samplewise.attribution.metagradient import metagradient as metagradient
 from samplewise.attribution.projected_features import margin as margin
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
 from samplewise.attribution.trak import select as select
@@ -35,6 +41,7 @@ __all__ = [
     "EKFAC",
     "AttributionResults",
     "Curvature",
+    "FaissIndex",
     "GaussNewton",
     "Hessian",
     "ProjectedStore",
@@ -44,6 +51,7 @@ __all__ = [
     "hessian",
     "influence",
     "margin",
+    "metagradient",
     "select",
     "trak",
 ]
