@@ -356,12 +356,12 @@ def _in_new_process(path: Path, program: UpdateProgram, batches: Sequence[Any], 
     if process.returncode or not answer.exists():
         lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
         raise ExportError(f"the exported file must run in a new process; found: {lines[-1]}. No file was written.")
-    return FileRun(**torch.load(answer))
+    return FileRun(**torch.load(answer, weights_only=True))
 
 
 def replay(path: str, job: str, answer: str) -> None:
     """Run the updates of a job with a file and save their results; called in the new process."""
-    work = torch.load(job)
+    work = torch.load(job, weights_only=True)
     torch.set_num_threads(work["threads"])
     loaded = load_update(path)
     states = [list(loaded.get_state().values())]
