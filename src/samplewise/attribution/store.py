@@ -49,7 +49,7 @@ from samplewise.core.text import plural, progress
 from samplewise.core.validate import check_module
 from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project
-from samplewise.engine.quantities import Projection
+from samplewise.engine.projection import Method, Projection, check_method
 from samplewise.errors import StoreError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank, on_rank_zero
@@ -66,11 +66,12 @@ class ProjectedStore:
     `add` and `fill` hold a lock, and raise StoreError with the name of the process that holds it. With several ranks,
     every rank opens the store, in a directory that all ranks see.
 
-    dim: numbers per sample and model; the error of a dot product is about |a||b|/sqrt(dim)
+    dim: numbers per sample and model, at most a fifth of the number of samples if searches use damping
     seed: of the projection of the first model, as in `g.project`; model k has seed + k; default 0
     dtype: of the rows on disk, "float16" (default) or "float32"; each row has a float32 scale
     blocks: "layer" divides `dim` among the layers, so that scores can be restricted to some of them; default None: all
         parameters are projected together
+    projection: "factored" (default) or "dense", the method of `g.project`; rows of the two cannot be compared
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ProjectedStore:
         *,
         dtype: Literal["float16", "float32"] = "float16",
         blocks: Literal["layer"] | None = None,
+        projection: Method = "factored",
     ):
         if type(dim) is not int or dim < 1:
             raise ValueError(f"dim must be an integer, 1 or more; found {dim!r}.")
@@ -95,6 +97,8 @@ class ProjectedStore:
         self.seed = seed
         self.dtype = dtype
         self.blocks = blocks
+        check_method(projection, "projection")
+        self.projection = projection
         self._lock = DirectoryLock(
             self.directory, "store.lock", place="store", user="writer", remedy="open the store again", error=StoreError
         )
@@ -104,7 +108,13 @@ class ProjectedStore:
     @property
     def _settings(self) -> dict[str, int | str]:
         """Settings in store.json."""
-        return {"dim": self.dim, "seed": self.seed, "dtype": self.dtype, "blocks": self.blocks or ""}
+        return {
+            "dim": self.dim,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "blocks": self.blocks or "",
+            "projection": self.projection,
+        }
 
     @property
     def models(self) -> int:
@@ -425,7 +435,7 @@ class ProjectedStore:
         if self.blocks:
             slices = block_slices(layer_widths(names, self.dim))
             blocks = {name: slices[layer_of(name)] for name in names}
-        return Projection(self.dim, self.seed + number, blocks=blocks, scale=scale)
+        return Projection(self.dim, self.seed + number, self.projection, blocks=blocks, scale=scale)
 
     def _project(self, g: Gradients | Tensor, number: int, name: str) -> Tensor:
         """Rows (B, dim) of gradients or of a tensor, float32, on the CPU."""

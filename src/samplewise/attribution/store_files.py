@@ -1,6 +1,6 @@
 """Files of a store of projected gradients: settings, and the rows of each model with crash-safe appends.
 
-    store.json        format, dim, seed, dtype, blocks
+    store.json        format, dim, seed, dtype, blocks, projection
     store.lock        names the process that is writing, see `core.directory_lock`
     model-0000/       rows of the first model
       rows.f16        (count, dim) float16, or rows.f32 float32: each row divided by its largest absolute entry
@@ -67,6 +67,7 @@ def open_store(directory: Path, settings: Mapping[str, Any]) -> list[RowsFile]:
             "a new store at another path."
         )
     index = read_index(path, SETTINGS)
+    index.setdefault("projection", "dense")  # not written before 0.4
     for name, expected in settings.items():
         if index[name] != expected:
             requested, saved = (None if value == "" else value for value in (expected, index[name]))  # blocks

@@ -18,6 +18,7 @@ from samplewise.attribution.store import ProjectedStore, Queries
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.validate import refuse_keras
 from samplewise.dataset_pass import check_train_and_queries
+from samplewise.engine.projection import Method
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_rank_zero
 
@@ -33,6 +34,7 @@ def trak(
     damping: float | None = None,
     directory: str | os.PathLike[str] | None = None,
     dtype: Literal["float16", "float32"] = "float32",
+    projection: Method = "factored",
     microbatch: Microbatch = "auto",
 ) -> Tensor:
     """TRAK scores (queries, training samples): effect of a training sample on the output of a query.
@@ -53,6 +55,7 @@ def trak(
         directory
     dtype: of the stored rows, "float32" (default), or "float16" for half the disk space and errors of about
         0.25 % of the largest score
+    projection: "factored" (default) or "dense", the method of `g.project`
     microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
         `sw.auto(memory)`
     """
@@ -60,7 +63,7 @@ def trak(
     if isinstance(models, (nn.Module, str, os.PathLike)) and not isinstance(models, nn.ModuleList):
         models = [models]
     with _store_directory(directory) as place:
-        store = ProjectedStore(place, dim, seed, dtype=dtype)
+        store = ProjectedStore(place, dim, seed, dtype=dtype, projection=projection)
         projected: dict[int, Tensor] = {}
         for model in models:
             refuse_keras(model)

@@ -44,7 +44,8 @@ from samplewise.engine.outputs import (
 )
 from samplewise.engine.plan import Quantity
 from samplewise.engine.profile import Profile, profile
-from samplewise.engine.quantities import Norms, Projection, QuantityEvaluator, total_of, zeros
+from samplewise.engine.projection import Method, Projection
+from samplewise.engine.quantities import Norms, QuantityEvaluator, total_of, zeros
 from samplewise.engine.strategies import Planner
 from samplewise.errors import DistributedError, LossesError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
@@ -505,13 +506,16 @@ class Gradients:
         with torch.enable_grad():  # they require a gradient only with create_graph
             return total_of(self._graph, by_name, columns)
 
-    def project(self, dim: int, seed: int = 0) -> Tensor:
+    def project(self, dim: int, seed: int = 0, *, method: Method = "factored") -> Tensor:
         """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.
 
-        The same seed gives the same map. Each parameter, viewed as a matrix G, contributes u^T G v to each dimension,
-        with random signs u and v.
+        The same seed and method give the same map, whatever the batch.
+
+        method: "factored" (default), whose dimensions share random signs, so that the gradient of a linear layer costs
+            a fraction of its backward pass; or "dense", with signs of its own for each dimension: errors of inner
+            products are smaller, by 1.2 with dim 512 and by 2 with 4096, at several times the cost
         """
-        return project(self, Projection(dim, seed))
+        return project(self, Projection(dim, seed, method))
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 
