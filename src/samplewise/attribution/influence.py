@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from samplewise.attribution.blocks import Block, divided, with_zeros
 from samplewise.attribution.curvature import Curvature, Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac import EKFAC
+from samplewise.attribution.units import Unit, by_unit, check_units
 from samplewise.core.losses import LossFn
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
@@ -46,6 +47,8 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: None = None,
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> Tensor: ...
 @overload
@@ -60,6 +63,8 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: Literal["layer"],
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> dict[str, Tensor]: ...
 def influence(
@@ -73,6 +78,8 @@ def influence(
     damping: float | None = None,
     cosine: bool = False,
     by: Literal["layer"] | None = None,
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> Tensor | dict[str, Tensor]:
     """Influence (queries, training samples): dot products of query and training gradients, summed over checkpoints.
@@ -99,12 +106,20 @@ def influence(
     by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
         "encoder.fc.weight", and "" for those of the model itself. The matrices add up to the result without `by`,
         except with cosine=True, which gives cosines within each layer
+    unit: what the columns are, if `loss_fn` returns a loss per token, (B, T): "sample" (sums over T), "token" (token t
+        of row i is column i * T + t), or a function (batch) -> numbers (B, T), such as those of packed documents, each
+        of which is a column, in the order of rows and numbers; tokens with negative numbers are left out. A unit costs
+        one row. Default None: samples, whose losses are (B,)
+    query_unit: the same for the rows of the result; default: `unit`
     microbatch: number of training samples computed at a time, "auto" (default) for the largest that fits into memory,
         or `sw.auto(memory)`. Query batches are not cut
     """
     _check_options(curvature, damping, cosine, by)
     check_train_and_queries(train, queries)
-    scores = _Scores(model, loss_fn, inner_product_of(curvature, damping), cosine, by, microbatch)
+    unit, query_unit = check_units(unit, query_unit)
+    train_fn, train = by_unit(model, loss_fn, train, unit)
+    query_fn, queries = by_unit(model, loss_fn, queries, query_unit)
+    scores = _Scores(model, train_fn, query_fn, inner_product_of(curvature, damping), cosine, by, microbatch)
     total: Parts = {}
     with eval_mode(model), parameters_kept(model):
         for lr in at_each(model, as_checkpoints(model, checkpoints)):
@@ -136,6 +151,7 @@ class _Scores(NamedTuple):
 
     model: nn.Module
     loss_fn: LossFn
+    query_loss_fn: LossFn
     inner_product: InnerProduct
     cosine: bool
     by: Literal["layer"] | None
@@ -145,7 +161,7 @@ class _Scores(NamedTuple):
         """Scores (queries, training samples) of each part."""
         scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
         rows = []
-        for _, query_gradients in scan(self.model, self.loss_fn, queries, microbatch=None):
+        for _, query_gradients in scan(self.model, self.query_loss_fn, queries, microbatch=None):
             query = self.inner_product.query(query_gradients)
             query_norms = self._norms(query_gradients) if self.cosine else {}
 

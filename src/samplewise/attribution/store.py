@@ -40,6 +40,7 @@ from samplewise.attribution.store_files import (
     npy_matrix,
     open_store,
 )
+from samplewise.attribution.units import Unit, by_unit
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import absolute
 from samplewise.core.losses import LossFn, with_constants
@@ -177,6 +178,7 @@ class ProjectedStore:
         *,
         returns: Literal["losses", "outputs"] = "losses",
         second_moments: torch.optim.Optimizer | None = None,
+        unit: Unit | None = None,
         microbatch: Microbatch = "auto",
     ) -> int:
         """Add the samples of a loader for a model, and return the model's number.
@@ -191,6 +193,7 @@ class ProjectedStore:
         returns: "losses" (default), or "outputs" if `fn` is an output function, whose weights are stored with the rows
         second_moments: optimizer of the Adam family; gradients are multiplied by the scale of its steps,
             1 / (sqrt(v) + eps), before they are projected, at the cost of rows of all parameters; default None
+        unit: as in `sw.influence`, if `fn` returns a value per token, (B, T); default None
         microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
             `sw.auto(memory)`
         """
@@ -207,8 +210,9 @@ class ProjectedStore:
         with self._locked():
             number = self._number(index)
             file = self._files[number]
-            compute = features_of(model, fn, self._projection(number, trained, scale), weighted, microbatch)
-            batches = with_constants(loader, fn)
+            unit_fn, units = by_unit(model, fn, loader, unit, weighted=weighted)
+            compute = features_of(model, unit_fn, self._projection(number, trained, scale), weighted, microbatch)
+            batches = with_constants(units, unit_fn)
             missing = skip_samples(batches, len(file), lambda first: self._compare(compute(first), file))
             writer = Writer(file, self._lock)
             with eval_mode(model), _progress(loader, f"gradients of model {number}") as advance:
@@ -224,21 +228,23 @@ class ProjectedStore:
         fn: LossFn | OutputFn,
         loader: Iterable[Any],
         *,
+        unit: Unit | None = None,
         microbatch: Microbatch = "auto",
     ) -> Tensor:
         """Projections (Q, dim) of the samples of a loader, to search with; they are not stored.
 
-        The model must be one that the store was filled with, and `fn` a function of the same kind. With several ranks,
-        each computes its share.
+        The model must be one that the store was filled with, and `fn` a function of the same kind. The `unit` may be
+        another. With several ranks, each computes its share.
         """
         check_order(loader, "Use shuffle=False: rows are in the order of the loader.")
         number = self._find(checksum_of_model(model))
         index = self._files[number].index
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        compute = features_of(model, fn, self._projection(number, trained), index.weighted, microbatch)
+        unit_fn, units = by_unit(model, fn, loader, unit, weighted=index.weighted)
+        compute = features_of(model, unit_fn, self._projection(number, trained), index.weighted, microbatch)
         with eval_mode(model), _progress(loader, "gradients of queries") as advance:
             parts = []
-            for features in map_over_ranks(compute, loader):
+            for features in map_over_ranks(compute, units):
                 parts.append(features.rows)
                 advance(1)
         return torch.cat([torch.zeros(0, self.dim), *parts])

@@ -15,6 +15,7 @@ from samplewise.attribution.curvature import checked_damping
 from samplewise.attribution.projected_features import OutputFn
 from samplewise.attribution.scoring import largest
 from samplewise.attribution.store import ProjectedStore, Queries
+from samplewise.attribution.units import Unit, check_units
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.validate import refuse_keras
 from samplewise.dataset_pass import check_train_and_queries
@@ -35,6 +36,8 @@ def trak(
     directory: str | os.PathLike[str] | None = None,
     dtype: Literal["float16", "float32"] = "float32",
     projection: Method = "factored",
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> Tensor:
     """TRAK scores (queries, training samples): effect of a training sample on the output of a query.
@@ -56,10 +59,12 @@ def trak(
     dtype: of the stored rows, "float32" (default), or "float16" for half the disk space and errors of about
         0.25 % of the largest score
     projection: "factored" (default) or "dense", the method of `g.project`
+    unit, query_unit: as in `sw.influence`, if `output_fn` returns an output per token, (B, T); default None
     microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
         `sw.auto(memory)`
     """
     check_train_and_queries(train, queries)
+    unit, query_unit = check_units(unit, query_unit)
     if isinstance(models, (nn.Module, str, os.PathLike)) and not isinstance(models, nn.ModuleList):
         models = [models]
     with _store_directory(directory) as place:
@@ -73,13 +78,13 @@ def trak(
                     f"{type(model).__name__}. For the checkpoints of a run, load each into a copy of the model, or "
                     "call sw.attribution.attribute(..., method='trak')."
                 )
-            number = store.fill(model, output_fn, train, returns="outputs", microbatch=microbatch)
+            number = store.fill(model, output_fn, train, returns="outputs", unit=unit, microbatch=microbatch)
             if number in projected:
                 raise ValueError(
                     "models must differ; found one with the parameters of an earlier one. Pass each model once; a "
                     "generator that loads checkpoints into one model must load another one for each."
                 )
-            projected[number] = store.project(model, output_fn, queries, microbatch=microbatch)
+            projected[number] = store.project(model, output_fn, queries, unit=query_unit, microbatch=microbatch)
         if not projected:
             raise ValueError("models must be a model, or at least one model in a list; found none.")
         return store.scores(projected, damping=checked_damping(damping))

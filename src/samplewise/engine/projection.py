@@ -126,9 +126,11 @@ class Sums:
         self.signs = (signs * size**0.5).to(device)  # `Projection` divides by this root
 
     def of(self, grad: PerSampleGrad, scale: Tensor | None) -> Tensor:
-        rows = grad.rows(0, grad.samples)
-        flat = flatten_rows(rows if scale is None else rows * scale)
-        return flat * self.signs.to(flat.dtype)
+        elements = []
+        for _, rows in grad.chunks():
+            flat = flatten_rows(rows if scale is None else rows * scale)
+            elements.append(flat * self.signs.to(flat.dtype))
+        return elements[0] if len(elements) == 1 else torch.cat(elements)
 
     def add(self, values: Tensor, into: Tensor) -> None:
         into.index_add_(1, self.places, values)
