@@ -12,7 +12,7 @@ from samplewise.engine.gradients import project
 from samplewise.engine.grads.kernels import generator_of, random_signs
 from samplewise.engine.projection import TILES, Projection
 
-B, T, DIM = 5, 4, 300  # DIM // TILES = 4: tiles of 2 x 2 dimensions, 75 of them
+B, T, DIM = 5, 4, 150  # DIM // TILES = 4: tiles of 2 x 2 dimensions, 38 of them
 
 
 class Language(nn.Module):
@@ -100,14 +100,14 @@ def test_projections_do_not_depend_on_the_batch(model, tokens, method):
 @pytest.mark.parametrize("method", ["factored", "dense"])
 def test_parameters_are_scaled_and_add_to_their_block(model, tokens, method):
     g = sw.gradients(losses_of(model, tokens), model)
-    half = {name: slice(0, 270) if "linear" in name else slice(270, 400) for name in g.names}
+    half = {name: slice(0, 130) if "linear" in name else slice(130, 200) for name in g.names}
     scale = {name: torch.rand(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
-    projected = project(g, Projection(400, 2, method, blocks=half, scale=scale))
+    projected = project(g, Projection(200, 2, method, blocks=half, scale=scale))
     rows = g.full()
     scaled = {name: nn.Parameter(torch.zeros_like(scale[name])) for name in ("linear.weight", "linear.bias")}
     losses = sum((rows[name] * scale[name] * p).flatten(1).sum(1) for name, p in scaled.items())
-    wanted = sw.gradients(losses, scaled).project(270, 2, method=method)
-    torch.testing.assert_close(projected[:, :270], wanted, rtol=1e-12, atol=1e-12)
+    wanted = sw.gradients(losses, scaled).project(130, 2, method=method)
+    torch.testing.assert_close(projected[:, :130], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_inner_products_are_unbiased_with_the_stated_variance():
@@ -115,7 +115,8 @@ def test_inner_products_are_unbiased_with_the_stated_variance():
     torch.manual_seed(0)
     layer = nn.Linear(60, 50, bias=False).double()
     x, weights = torch.randn(2, 60).double(), torch.randn(50).double()
-    dim, draws = 64 * 16, 400
+    side, draws = 4, 400
+    dim = TILES * side**2
     g = sw.gradients(layer(x) @ weights, layer)
     exact = g.gram()
     relative = {}
@@ -125,7 +126,6 @@ def test_inner_products_are_unbiased_with_the_stated_variance():
         spread = error.std(0)
         assert (error.mean(0).abs() < 4 * spread / draws**0.5).all()
         relative[method] = spread.diagonal().square().mean()
-    side = 4
     assert relative["factored"] == pytest.approx(((1 + 2 / side) ** 2 - 1) / TILES, rel=0.25)
     assert relative["dense"] == pytest.approx(8 / dim, rel=0.25)
 

@@ -112,7 +112,7 @@ def features_of(
         rows = []
         weights: list[Tensor] = []
         for _, g in scanner.of(batch):
-            rows.append(checked_rows(project(g, projection), projection.dim, "rows"))
+            rows.append(checked_rows(project(g, projection, release=True), projection.dim, "rows"))
             weights.extend(checked_weights(part, len(g)) for part in last_weights)
         return Features(torch.cat(rows), torch.cat(weights) if weighted else None)
 

@@ -67,7 +67,7 @@ class ProjectedStore:
     `add` and `fill` hold a lock, and raise StoreError with the name of the process that holds it. With several ranks,
     every rank opens the store, in a directory that all ranks see.
 
-    dim: numbers per sample and model, at most a fifth of the number of samples if searches use damping
+    dim: numbers per sample and model; a quarter of the number of samples is a good start, see docs/attribution.md
     seed: of the projection of the first model, as in `g.project`; model k has seed + k; default 0
     dtype: of the rows on disk, "float16" (default) or "float32"; each row has a float32 scale
     blocks: "layer" divides `dim` among the layers, so that scores can be restricted to some of them; default None: all

@@ -51,7 +51,7 @@ def trak(
         train them on different random subsets of the training samples
     output_fn: (model, batch) -> outputs (B,), or (outputs, weights); `sw.attribution.margin` for classification
     train, queries: loaders or lists of batches; columns and rows of the result are in their order
-    dim: numbers per sample and model, fewer than there are training samples
+    dim: numbers per sample and model; a quarter of the number of training samples is a good start
     damping: lambda as a multiple of the mean eigenvalue of Phi^T Phi, see `Curvature`; default 0.1. Values from 0.1 to
         0.3 were best in measurements
     directory: of a `ProjectedStore`, to continue an interrupted call, or to add models later; default: a temporary

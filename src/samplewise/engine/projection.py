@@ -26,7 +26,7 @@ from samplewise.engine.grads.kernels import as_matrix, flatten_rows, generator_o
 Method = Literal["factored", "dense"]
 # Number of tiles. Fewer are faster, and have a larger error: that of the squared norm of l r^T has the variance
 # ((1 + 2 / p) (1 + 2 / q) - 1) / tiles, where dense projections have 8 / dim.
-TILES = 64
+TILES = 32
 
 
 class Projection:
