@@ -1,17 +1,21 @@
 """Projections of gradients: cost for a transformer, and LDS of TRAK by method and number of dimensions.
 
     python benchmarks/projections.py cost
+    python benchmarks/projections.py gpt2 plain|influence|trak
     python benchmarks/projections.py lds DIRECTORY
     python benchmarks/projections.py methods DIRECTORY
 
 cost    GPT-2 small with random weights, 8 sequences of 128 tokens, one thread: projections in plain backward passes,
-        interleaved with them, without the forward pass
+        interleaved with them, without the forward pass, in seconds of the processor
+gpt2    the same model: seconds of the processor and peak memory per training sample, in a process of its own
 lds     small tasks; TRAK with 5 models on random halves. Trained models are kept in DIRECTORY. Needs scikit-learn
 methods the same tasks: TRAK and EK-FAC of one of these models, and their means over all five
 """
 
+import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,32 +33,68 @@ from samplewise.attribution import evaluate, margin
 from samplewise.engine.gradients import project
 from samplewise.engine.projection import Projection
 
-ROUNDS, SEQUENCES, LENGTH = 5, 8, 128
+ROUNDS, SEQUENCES, LENGTH = 2, 8, 128
 MODELS, HALVES, REPEATS, PROJECTIONS = 5, 32, 2, 2
-DIMS = (16, 32, 64, 128, 256, 512, 1024)
+FRACTIONS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)  # dim / n
 SMALL = (("digits", 300), ("digits", 1200), ("cancer", 400), ("diabetes", 340), ("transformer", 1000))
 
 
-def cost() -> None:
-    """Print the cost of each projection in plain backward passes."""
+def gpt2() -> tuple[nn.Module, Tensor]:
+    """GPT-2 small with random weights, and random tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config()).eval()
-    tokens = torch.randint(model.config.vocab_size, (SEQUENCES, LENGTH))
+    return model, torch.randint(model.config.vocab_size, (2 * SEQUENCES, LENGTH))
+
+
+def text_losses(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    """Summed loss (b,) of the tokens of each sequence."""
+    (tokens,) = batch
+    logits = model(tokens).logits[:, :-1]
+    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(1)
+
+
+def cost_per_sample(what: str) -> None:
+    """Print seconds and memory of a forward and backward pass, of influence for 8 queries, or of features of TRAK."""
+    model, tokens = gpt2()
+    train, queries = [(tokens[:SEQUENCES],)] * 2, [(tokens[SEQUENCES:],)]
+
+    def run() -> None:
+        if what == "plain":
+            for batch in train:
+                text_losses(model, batch).sum().backward()
+        elif what == "influence":
+            sw.influence(model, text_losses, train, queries)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                store = sw.attribution.ProjectedStore(directory, 4096, dtype="float32")
+                store.fill(model, text_losses, train)
+
+    text_losses(model, (tokens[:1],)).sum().backward()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    run()
+    seconds = (time.process_time() - start) / (2 * SEQUENCES)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{what}: {seconds:.2f} s per sample, peak {peak / 2**20:.1f} GB, {before / 2**20:.1f} GB before")
+
+
+def cost() -> None:
+    """Print the cost of each projection in plain backward passes."""
+    model, tokens = gpt2()
 
     def seconds(backward: Callable[[Tensor], object]) -> float:
-        logits = model(tokens).logits[:, :-1]
-        losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(1)
-        start = time.perf_counter()
+        losses = text_losses(model, (tokens[:SEQUENCES],))
+        start = time.process_time()
         backward(losses)
-        end = time.perf_counter()
+        end = time.process_time()
         model.zero_grad()
         return end - start
 
     projections = {
         f"{method}, dim {dim}": Projection(dim, 0, method)
-        for method, dims in (("factored", (512, 2048, 4096)), ("dense", (512, 4096)))
+        for method, dims in (("factored", (512, 2048, 4096)), ("dense", (512,)))
         for dim in dims
     }
     ratios: dict[str, list[float]] = {name: [] for name in projections}
@@ -166,13 +206,14 @@ def lds(directory: Path) -> None:
     """Print the LDS of TRAK for each task, method and number of dimensions."""
     for name, samples in SMALL:
         study = study_of(name, samples, directory)
-        for dim in DIMS:
+        for fraction in FRACTIONS:
+            dim = int(samples * fraction)
             cells = []
             for method in ("factored", "dense"):
                 results = [study.trak(study.models(), dim, MODELS * seed, method) for seed in range(PROJECTIONS)]
                 mean = statistics.mean(result.mean for result in results)
                 cells.append(f"{mean:.3f} ± {results[0].standard_error:.3f}")
-            row = (f"{name}, n = {samples}", dim, f"{dim / samples:.2f}", *cells, f"{results[0].ceiling:.2f}")
+            row = (f"{name}, n = {samples}", f"{fraction:g} n", *cells, f"{results[0].ceiling:.2f}")
             print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
@@ -197,5 +238,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "cost":
         cost()
+    elif sys.argv[1] == "gpt2":
+        cost_per_sample(sys.argv[2])
     else:
         {"lds": lds, "methods": methods}[sys.argv[1]](Path(sys.argv[2]))

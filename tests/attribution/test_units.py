@@ -195,6 +195,14 @@ def test_numbers_of_another_shape(task):
         sw.influence(model, token_losses, batches(train, 2)[:2], batches(queries, 2), unit=lambda batch: ends)
 
 
+def test_no_unit(task):
+    model, train, queries = task
+    with pytest.raises(sw.BatchError, match=r"must number at least one token, from 0 on; found only negative numbers"):
+        sw.influence(
+            model, token_losses, batches(train, 2), batches(queries, 2), query_unit=lambda batch: -1 - batch[0]
+        )
+
+
 def test_rows_of_different_lengths(task):
     model, train, queries = task
 

@@ -90,6 +90,7 @@ class UnitBatches:
 
     def __iter__(self) -> Iterator[UnitBatch]:
         expected: int | None = None
+        units = 0
         for batch in self._loader:
             batch = keep_whole(batch, self._constants)
             count = length(batch)
@@ -112,8 +113,14 @@ class UnitBatches:
                 numbers = torch.arange(size).expand(count, size)
             masks = [[row == number for number in row.unique() if number >= 0] for row in numbers]
             places = [place for place, of_row in enumerate(masks) for _ in of_row]
+            units += len(places)
             if places:
                 yield UnitBatch(take(batch, places), torch.stack([mask for of_row in masks for mask in of_row]))
+        if not units:
+            raise BatchError(
+                "unit must number at least one token, from 0 on; found only negative numbers, or no batch. Check the "
+                "function, and that the loader can be iterated again."
+            )
 
 
 def _checked_numbers(numbers: Any, rows: int) -> Tensor:
