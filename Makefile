@@ -34,7 +34,7 @@ TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycach
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution audit-trainers migration site clean
+.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution audit-trainers batch-size migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -58,6 +58,8 @@ help:
 	@echo 'make audit-trainers'
 	@echo '                 make the table of docs/audit.md: trainers of other libraries, audited with sw.audit (15 minutes;'
 	@echo '                 continues where it stopped)'
+	@echo 'make batch-size  make the tables and the picture of docs/batch-size.md (TEXT=file of the character model; 20'
+	@echo '                 minutes; continues where it stopped)'
 	@echo 'make docs        generate docs/reference.md from the docstrings, notebooks of tutorials, and pictures whose'
 	@echo '                 script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
@@ -199,6 +201,9 @@ attribution: $(DEV) $(ATTRIBUTION)/.installed
 audit-trainers: $(DEV) $(AUDIT)/.installed
 	@$(MAKE) --no-print-directory TRANSFORMERS=4.57.6 $(AUDIT_OLD)/.installed
 	@$(PY) benchmarks/audit_trainers.py --write docs/audit.md
+
+batch-size: $(DEV)
+	@$(PY) benchmarks/batch_size.py $(if $(TEXT),--text $(TEXT)) --write docs/batch-size.md --picture docs/batch-size.png
 
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py

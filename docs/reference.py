@@ -32,12 +32,12 @@ from samplewise.testing import check_rule
 
 TARGET = Path(__file__).with_name("reference.md")
 
-ATTRIBUTION = ("attribute", "hessian", "margin", "select", "ProjectedStore")
+ATTRIBUTION = ("attribute", "hessian", "margin", "select", "ProjectedStore", "FaissIndex")
 # Each name in samplewise.__all__ is in one of these sections; exceptions have their own section.
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
     "Loops without a step": ["backward", "BackwardResult"],
-    "Training steps": ["Step", "Update", "per", "auto", "batch_constants", "sgd"],
+    "Training steps": ["Step", "Update", "per", "ramp", "follow_noise", "by_samples", "auto", "batch_constants", "sgd"],
     "Audit of training loops": ["audit"],
     "Online learning": ["Online"],
     "Export of updates": ["export_update", "load_update"],
@@ -48,15 +48,24 @@ SECTIONS = {
         "drop",
         "normalize",
         "align",
+        "guard",
         "group",
         "noise",
         "testing.check_transform",
     ],
     "Differential privacy": ["Privacy", "privacy_audit"],
-    "Diagnostics": ["noise_scale", "NoiseScale", "diagnostics.signal_to_noise", "fisher", "similarity", "suspects"],
-    "Attribution": ["influence", "ekfac", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
+    "Diagnostics": [
+        "noise_scale",
+        "NoiseScale",
+        "diagnostics.signal_to_noise",
+        "fisher",
+        "similarity",
+        "suspects",
+        "dynamics",
+    ],
+    "Attribution": ["influence", "ekfac", "metagradient", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
     "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
-    "Ledger": ["Ledger", "Indexed", "read_ledger"],
+    "Ledger": ["Ledger", "Indexed", "read_ledger", "ImportanceSampler"],
 }
 RESULTS = {
     "Training steps": [Totals],
@@ -64,7 +73,7 @@ RESULTS = {
     "Export of updates": [ExportedUpdate, LoadedUpdate],
     "Audit of training loops": [Audit, Finding, Comparison],
     "Differential privacy": [PrivacyMeter, Spent, PrivacyAudit],
-    "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
+    "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects, diagnostics.Dynamics],
     "Attribution": [attribution.AttributionResults, attribution.Curvature, attribution.EKFAC, attribution.Hessian],
 }
 RETURNED = (

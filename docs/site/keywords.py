@@ -27,6 +27,8 @@ KEYWORDS = {
     "audit": "check a training loop, verify training, test a training loop, debug training, loss not decreasing, "
     "pytest, gradient accumulation bug, num_items_in_batch, weight of each token, token weighting, mean of means, "
     "loss normalization, batch size invariance, resume, sanity check",
+    "batch-size": "batch size schedule, batch size warmup, batch size ramp-up, rampup, dynamic batch size, adaptive "
+    "batch, critical batch size, gradient noise scale, increase the batch size, learning rate by samples or tokens",
     "audit-tutorial-loops": "mistakes, training loop tutorial, gradient accumulation, accumulation_steps, last batch, "
     "idx % n == 0, model.eval, model.train, requires_grad_, element 0 of tensors does not require grad, zero_grad, "
     "clip_grad_norm_, GradScaler, unscale_, scheduler.step, len(train_loader), padding mask, mean loss, "
@@ -45,9 +47,12 @@ KEYWORDS = {
     "privacy": "DP-SGD, differential privacy, epsilon, delta, Renyi, accountant, Poisson sampling, Opacus",
     "diagnostics": "gradient noise scale, critical batch size, wrong labels, noisy labels, label noise, mislabeled, "
     "outliers, Fisher information, pruning, similarity, hard examples",
-    "attribution": "influence functions, data attribution, TRAK, EK-FAC, TracIn, explain prediction, coreset",
+    "attribution": "influence functions, data attribution, TRAK, EK-FAC, TracIn, explain prediction, coreset, "
+    "metagradient, MAGIC, REPLAY, unrolled differentiation, data valuation",
     "diagnostics-measurements": "benchmark, cleanlab, average precision, label noise",
     "attribution-measurements": "benchmark, linear datamodeling score, LDS, kronfluence, traker",
+    "dynamics": "dataset cartography, data map, forgetting events, example forgetting, AUM, area under the margin, "
+    "EL2N, GraNd, noisy labels, label noise, cleanlab, confident learning, data pruning, coreset, memorization",
     "ledger": "per-sample loss, training dynamics, dataset cartography, forgetting events, log loss of each sample, "
     "Parquet, pandas",
     "report": "HTML report, dashboard, visualization, plots, wandb, TensorBoard",

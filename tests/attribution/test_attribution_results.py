@@ -110,7 +110,10 @@ def test_other_files_are_refused(trained, tmp_path, damage):
         ({"queries": [9]}, "queries must be indices of validation samples, 0 to 8; found 9"),
         ({"limit": 0}, "limit must be an integer, 1 or more; found 0"),
         ({"top": 1.5}, "top must be an integer, 1 or more; found 1.5"),
-        ({"method": "trac"}, "method must be one of influence, trak, ekfac; found 'trac'. Did you mean 'trak'"),
+        (
+            {"method": "trac"},
+            "method must be one of influence, trak, ekfac, metagradient; found 'trac'. Did you mean 'trak'",
+        ),
         ({"dim": 8}, "dim must be used with method trak; found influence"),
         ({"method": "trak", "damping": 0.0}, "damping must be a positive number; found 0.0"),
         ({"method": "ekfac", "checkpoints": 2}, "checkpoints must be one with method ekfac; found 2"),

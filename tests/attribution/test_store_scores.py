@@ -10,7 +10,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.attribution.scoring import updated_gram
-from samplewise.attribution.store_files import RowsFile
+from samplewise.attribution.store_files import Layout, RowsFile
 
 
 def random_store(path, n=40, dim=12, models=1, weighted=False, dtype="float32"):
@@ -68,6 +68,20 @@ def load(path, rows, columns):
     return torch.from_numpy(matrix)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 3, 64, 4096])
+@pytest.mark.parametrize("k", [1, 5, 63, 200, 300])
+def test_top_k_by_blocks_equals_a_full_sort(tmp_path, k, chunk_size):
+    """Small integers, so that many scores are equal: the order of equal scores is that of the samples."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (200, 3), generator=generator).float()
+    queries = torch.randint(-2, 3, (6, 3), generator=generator).float()
+    store = sw.attribution.ProjectedStore(tmp_path, 3, dtype="float32")
+    store.add(x)
+    wanted = (queries @ x.T).sort(dim=1, descending=True, stable=True)
+    values, samples = store.search(queries, k, chunk_size=chunk_size)
+    assert torch.equal(values, wanted.values[:, :k]) and torch.equal(samples, wanted.indices[:, :k])
+
+
 def test_scores_of_some_models(tmp_path):
     store, queries = random_store(tmp_path, models=3, weighted=True)
     one = store.scores({1: queries[1]}, damping=0.1)
@@ -80,7 +94,7 @@ def test_scores_of_some_models(tmp_path):
 
 def test_gram_is_updated_as_rows_are_added(tmp_path):
     store, queries = random_store(tmp_path)
-    file = RowsFile(tmp_path / "model-0000", 12, "float32")
+    file = RowsFile(tmp_path / "model-0000", Layout(12, "float32", 1000))
     x = store.rows().double()
     torch.testing.assert_close(updated_gram(file), x.T @ x)
     store.add(torch.randn(9, 12))
@@ -97,7 +111,7 @@ def test_gram_is_updated_as_rows_are_added(tmp_path):
 @pytest.mark.parametrize("damage", ["missing", "truncated", "later"])
 def test_gram_is_computed_again_if_its_file_is_not_that_of_the_rows(tmp_path, damage):
     random_store(tmp_path)
-    file = RowsFile(tmp_path / "model-0000", 12, "float32")
+    file = RowsFile(tmp_path / "model-0000", Layout(12, "float32", 1000))
     wanted = updated_gram(file)
     path = tmp_path / "model-0000" / "gram.f64"
     if damage == "missing":

@@ -200,7 +200,7 @@ def test_scores_are_those_of_trak(run, output):
     assert ("raises the margin" if output == "margin" else "lowers the loss") in page_text(run / "attribution")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.repeats])
 def test_progress_ends_at_its_total(run, monkeypatch, method):
     shown = []
 
@@ -494,7 +494,7 @@ def test_a_private_run_is_mentioned(run):
         (["--queries", "0-99999999999999999999"], "must be indices of validation samples, 0 to 29; found"),
         (
             ["--method", "influenze"],
-            "must be one of influence, trak, ekfac; found 'influenze'. Did you mean 'influence'?",
+            "must be one of influence, trak, ekfac, metagradient; found 'influenze'. Did you mean 'influence'?",
         ),
         (["--damping", "1"], "must be used with method trak or ekfac; found influence."),
         (["--dim", "8", "--method", "ekfac"], "must be used with method trak; found ekfac."),
@@ -606,3 +606,37 @@ def test_a_killed_command_leaves_the_old_results(run):
     assert attribute("--queries", "1").exit_code == 0
     assert sorted(path.name for path in (run / "attribution").iterdir()) == sorted(before)
     assert scores(run / "attribution")[0] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [((), {}), (("--samples", 7, "--microbatch", 3, "--clip", 0.5), {"samples": 7, "microbatch": 3, "clip": 0.5})],
+)
+def test_metagradient_repeats_the_run(options, settings, trained, tmp_path, monkeypatch):
+    shutil.copy(trained / "recipe.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert command("train", "recipe.py", "--epochs", 2, "--device", "cpu", "--seed", 3, *options).exit_code == 0
+    assert attribute("--method", "metagradient", "--queries", "0,4,2").exit_code == 0
+    train, validation = datasets()
+
+    def make_step():
+        model = network()
+        transforms = [sw.clip(settings["clip"])] if settings else []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        samples, microbatch = settings.get("samples"), settings.get("microbatch")
+        return sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples, microbatch=microbatch, transforms=transforms)
+
+    loader = DataLoader(sw.Indexed(train), batch_size=20, shuffle=True)
+    queries = [tuple(tensor[[0, 4, 2]] for tensor in validation.tensors)]
+    wanted = sw.metagradient("runs/recipe", make_step, loader, queries, device="cpu")
+    order, found = scores("runs/recipe/attribution")
+    assert order == [0, 4, 2]
+    torch.testing.assert_close(found, -wanted)
+
+
+def test_metagradient_needs_make_step(trained):
+    train, validation = (DataLoader(part, batch_size=7) for part in datasets())
+    with pytest.raises(ValueError, match="method metagradient repeats the run and needs make_step; found none"):
+        sw.attribution.attribute(
+            network(), nn.CrossEntropyLoss(), train, validation, trained / "runs/recipe", method="metagradient"
+        )

@@ -21,7 +21,7 @@ def test_demo(tmp_path, module):
     assert min(found) > 80  # percent of the suspects have a wrong label; 10 by chance
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert "runs/demo/report.html" in run.stdout
-    columns = "id, epoch, update, loss, norm, weight, label, prediction, margin"
+    columns = "id, epoch, update, loss, norm, weight, label, prediction, margin, confidence, el2n"
     assert f"Ledger: 17,244 visits with the columns {columns}. The last three:" in run.stdout
     assert re.search(r"noise scale at the end: [\d,]+ samples; the batch size is 64\.", run.stdout)
 

@@ -109,7 +109,7 @@ BROKEN = {
     "a transform that is none": (
         HEALTHY + "\n\ndef transforms():\n    return [3]\n",
         [
-            "recipe.py:21: a transform must be one of clip, weight, drop, normalize, align, group, noise, or a "
+            "recipe.py:21: a transform must be one of clip, weight, drop, normalize, align, guard, group, noise, or a "
             "function; found int."
         ],
     ),

@@ -58,6 +58,21 @@ def test_without_signal_or_noise():
     assert same.trace == pytest.approx(0, abs=1e-12 * same.signal)
 
 
+def test_almost_equal_gradients_have_no_negative_variance():
+    """The rounding of float32 norms exceeds the variance: it is reported as zero, and never as less."""
+    zeros = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = nn.Linear(5, 3)
+        x = torch.randn(1, 5).expand(8, 5) + 1e-9 * torch.randn(8, 5)
+        losses = nn.functional.cross_entropy(model(x), torch.zeros(8, dtype=torch.long), reduction="none")
+        noise = sw.noise_scale(sw.gradients(losses, model))
+        assert 0 <= noise.trace < 1e-5 and 0 <= noise.scale < 1e-5 and noise.signal > 0.1
+        zeros += noise.trace == 0
+    assert 0 < zeros < 20
+    assert sw.NoiseScale().add(torch.full((4,), 0.5), 0.5 + 1e-9) == Noise(trace=0.0, signal=(0.5 + 1e-9) ** 2)
+
+
 def test_the_estimate_of_the_signal_may_be_negative():
     """Two samples with opposite gradients."""
     model = nn.Linear(1, 1, bias=False)

@@ -140,6 +140,16 @@ def test_an_export_changes_neither_model_nor_optimizer(exported, tmp_path, capsy
         sw.load_update(tmp_path / "update.pte").predict(x)
 
 
+def test_parameters_may_have_the_names_of_outputs(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)  # its parameters are "weight" and "bias"; an update also has an output "weight"
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), samples=1)
+    x, y = stream(1)
+    summary = sw.export_update(step, tmp_path / "update.pte", (x, y))
+    assert list(summary.state) == ["weight", "bias"]
+    assert 0 < summary.deviation.parameters < 1e-5
+
+
 def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
     def wrong(graph, *, scaled_sums):
         simplify.simplify(graph, scaled_sums=scaled_sums)
@@ -194,6 +204,11 @@ class Mask(Branch):
         return self.layer(x) + x[x > 0].sum()
 
 
+class Erfinv(Branch):
+    def forward(self, x):
+        return torch.special.erfinv(self.layer(x).tanh())
+
+
 LINEAR = nn.Linear(6, 3)
 X, Y = torch.randn(1, 6), torch.tensor([1])
 REFUSALS = {
@@ -204,6 +219,7 @@ REFUSALS = {
     ),
     "branch": (dict(model=Branch()), "reads the value of a tensor"),
     "shape": (dict(model=Mask()), "a shape or a branch of the model or the loss function depends on the values"),
+    "kernel": (dict(model=Erfinv()), "ExecuTorch has no kernel for aten::erfinv.out; replace the layer"),
     "window": (dict(samples=None), "has a fixed number of samples; found samples=None. Write samples=1"),
     "optimizer": (
         dict(optimizer=lambda p: torch.optim.Adagrad(p)),
@@ -329,6 +345,13 @@ ZOO = {
         lambda: nn.Sequential(
             *(nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)),
             *(nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 4)),
+        ),
+        lambda: torch.randn(1, 1, 8, 8),
+    ),
+    "separable": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 4, 1), nn.ReLU()),
+            *(nn.Flatten(2), nn.Conv1d(4, 6, 5, 2), nn.SiLU(), nn.Flatten(), nn.Linear(96, 4)),
         ),
         lambda: torch.randn(1, 1, 8, 8),
     ),

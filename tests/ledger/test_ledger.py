@@ -232,11 +232,19 @@ def predicted_by_hand(samples, labels=Y, epochs=2):
         x, y = X[start : start + samples].double(), labels[start : start + samples]
         for logits, label in zip(model(x).tolist(), y.tolist(), strict=True):
             others = [value for k, value in enumerate(logits) if k != label]
-            rows.append((label, logits.index(max(logits)), logits[label] - max(others) if label >= 0 else np.nan))
+            total = sum(map(np.exp, logits))
+            shares = [np.exp(value) / total for value in logits]
+            error = np.linalg.norm([share - (k == label) for k, share in enumerate(shares)])
+            scores = (logits[label] - max(others), shares[label], error) if label >= 0 else 3 * (np.nan,)
+            rows.append((label, logits.index(max(logits)), *scores))
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    return dict(zip(("label", "prediction", "margin"), map(list, zip(*rows, strict=True)), strict=True))
+    return dict(zip(PREDICTIONS, map(list, zip(*rows, strict=True)), strict=True))
+
+
+PREDICTIONS = ["label", "prediction", "margin", "confidence", "el2n"]
+PROBABILITIES = {f"probability/{k}" for k in range(3)}
 
 
 def assert_predicted(found, expected, tolerance=1e-9):
@@ -255,9 +263,9 @@ def double_loader(batch_size=8, labels=Y):
 
 
 @pytest.mark.parametrize(("samples", "microbatch"), [(5, 2), (5, None), (30, 4)])
-def test_a_criterion_gives_label_prediction_and_margin(tmp_path, samples, microbatch):
+def test_a_criterion_gives_predictions(tmp_path, samples, microbatch):
     found = recorded(tmp_path, criterion_step(samples=samples, microbatch=microbatch), double_loader())
-    assert list(found) == ["id", "epoch", "update", "loss", "norm", "weight", "label", "prediction", "margin"]
+    assert list(found) == ["id", "epoch", "update", "loss", "norm", "weight", *PREDICTIONS]
     assert_predicted(found, predicted_by_hand(samples))
     assert all(type(value) is int for value in found["prediction"])
 
@@ -273,7 +281,17 @@ def test_an_ignored_label_has_no_margin(tmp_path):
     labels = torch.where(torch.arange(N) % 5 == 0, -100, Y)
     found = recorded(tmp_path, criterion_step(samples=11), double_loader(11, labels))
     assert_predicted(found, predicted_by_hand(11, labels))
-    assert np.isnan(found["margin"][:N]).tolist() == (labels == -100).tolist()
+    for name in ("margin", "confidence", "el2n"):
+        assert np.isnan(found[name][:N]).tolist() == (labels == -100).tolist()
+
+
+def test_probabilities_of_all_classes(tmp_path):
+    found = recorded(tmp_path, criterion_step(samples=11), double_loader(11), epochs=1, probabilities=True)
+    shares = np.array([found[f"probability/{k}"] for k in range(3)]).T
+    logits = criterion_step().model(X[:11].double()).detach()
+    assert list(found)[-3:] == ["probability/0", "probability/1", "probability/2"]
+    np.testing.assert_allclose(shares[:11], logits.softmax(1).numpy(), rtol=1e-12)
+    np.testing.assert_allclose(shares[np.arange(N), found["label"]], found["confidence"], rtol=1e-12)
 
 
 def test_own_columns_take_the_place_of_those_of_the_criterion(tmp_path):
@@ -301,7 +319,8 @@ def test_no_predictions_without_one_class_index_per_sample(tmp_path, criterion, 
 def test_updates_have_no_predictions_unless_they_are_required():
     (update,) = criterion_step()(next(iter(double_loader())))
     assert update.columns == {}
-    with pytest.raises(ValueError, match=r"names among label, prediction, margin; found \['logits'\]"):
+    names = "label, prediction, margin, confidence, el2n, probability"
+    with pytest.raises(ValueError, match=rf"names among {names}; found \['logits'\]"):
         criterion_step().require(predictions=["logits"])
 
 
@@ -317,17 +336,18 @@ def test_predictions_begin_with_the_next_window():
     assert list(step.apply().columns) == ["margin"]
 
 
-def test_a_window_that_is_resumed_keeps_its_columns():
+@pytest.mark.parametrize(("required", "columns"), [("margin", {"margin"}), ("probability", PROBABILITIES)])
+def test_a_window_that_is_resumed_keeps_its_columns(required, columns):
     step = criterion_step(samples=12)
-    step.require(predictions=["margin"])
+    step.require(predictions=[required])
     first, second = list(double_loader(6))[:2]
     step(first)
     resumed = criterion_step(samples=12)
     resumed.model.load_state_dict(step.model.state_dict())
     resumed.load_state_dict(step.state_dict())
     expected, found = step(second)[0].columns, resumed(second)[0].columns
-    assert found.keys() == expected.keys() == {"margin"}
-    assert torch.equal(found["margin"], expected["margin"])
+    assert found.keys() == expected.keys() == columns
+    assert all(torch.equal(found[name], expected[name]) for name in columns)
 
 
 @pytest.mark.parametrize(

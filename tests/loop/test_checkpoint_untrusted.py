@@ -692,6 +692,7 @@ OPTIONAL = {
     ("step", "microbatch"),
     ("step", "memory"),
     ("step", "layouts"),
+    ("step", "transforms"),
     ("trainer", "data"),
     ("trainer", "position", "state"),
     ("meters", "lr"),

@@ -843,3 +843,27 @@ def test_validation_on_nothing(look):
     message = "an evaluation must have at least one batch; found none. Check the loader: a generator is empty after"
     with pytest.raises(sw.BatchError, match=message):
         look(trainer())
+
+
+def test_checkpoints_do_not_reseed_a_sampler(tmp_path):
+    """RandomSampler with replacement draws 32 indices at a time, from its own generator."""
+
+    def draws(run, every):
+        sampler = RandomSampler(range(300), replacement=True, generator=torch.Generator())
+        seen = []
+
+        def loss_fn(model, batch):
+            seen.extend(batch[1].tolist())
+            return model(batch[0])[:, 0]
+
+        model = nn.Linear(2, 1)
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+        callbacks = [sw.callbacks.ModelCheckpoint(every=every)]
+        trainer = sw.Trainer(step, run, callbacks, progress=False, device="cpu")
+        loader = DataLoader([(torch.ones(2), i) for i in range(300)], batch_size=4, sampler=sampler)
+        trainer.fit(loader, updates=75)
+        return seen
+
+    whole = draws(tmp_path / "without", "9ep")
+    assert len(whole) == 300
+    assert draws(tmp_path / "with", "10up") == whole

@@ -75,7 +75,7 @@ def filled_on_a_full_disk(path):
     class Filled(list):
         def __iter__(self):
             if torch.distributed.get_rank() == 0:
-                (store.directory / "model-0000" / "rows.f16").mkdir(exist_ok=True)  # cannot be opened for writing
+                (store.directory / "model-0000" / "rows-00000.f16").mkdir(exist_ok=True)  # cannot be opened for writing
             return super().__iter__()
 
     store.fill(model, loss_fn, Filled(batches(x, y, 4)))

@@ -157,6 +157,14 @@ def keras() -> None:
     assert len(gradients(model, x.float(), y, loss).norms()) == len(x)
 
 
+def faiss() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        store = sw.attribution.ProjectedStore(Path(directory, "store"), 4)
+        store.add(torch.randn(20, 4))
+        index = sw.attribution.FaissIndex(store, Path(directory, "index"))
+        assert index.search(store.rows(0, 3), 5)[1].shape == (3, 5) and index.recall == 1
+
+
 FEATURES: dict[str, Callable[[], None]] = {
     "train": train,
     "ledger": ledger,
@@ -166,6 +174,7 @@ FEATURES: dict[str, Callable[[], None]] = {
     "huggingface": huggingface,
     "lightning": lightning,
     "keras": keras,
+    "faiss": faiss,
 }
 
 

@@ -13,7 +13,7 @@ from pages import ABOUT, WHOLE, train, validation
 from samplewise import errors
 from samplewise.core import files, package
 from samplewise.core import text as plain_text
-from samplewise.ledger import aggregate
+from samplewise.ledger import aggregate, history
 from samplewise.ledger import files as ledger
 from samplewise.report import charts, page
 from samplewise.report.page import write_report
@@ -335,7 +335,7 @@ def imported(path):
             yield node.module
 
 
-OURS = (ledger, aggregate, errors, files, package, plain_text)
+OURS = (ledger, aggregate, history, errors, files, package, plain_text)
 
 
 @pytest.mark.parametrize(

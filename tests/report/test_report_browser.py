@@ -301,3 +301,62 @@ def test_injected_scripts_are_refused(session, page):
 def test_a_page_without_samples_has_no_script(browser, tmp_path):
     browser.show(write_report(write_run(tmp_path / "plain")))
     assert browser.all("script") == [] and len(browser.all("figure svg")) > 4
+
+
+@pytest.fixture(scope="module")
+def mapped(tmp_path_factory):
+    """Run with confidences: sample k has the confidence k / N, and the label k % 10."""
+    directory = tmp_path_factory.mktemp("runs") / "map"
+    write_run(directory, [])
+    columns = {"label": pa.array([k % 10 for k in range(N)]), "margin": pa.array([float(k) for k in range(N)])}
+    columns["confidence"] = pa.array([k / N for k in range(N)])
+    for_epochs = [
+        {**columns, "confidence": pa.array([(k + epoch * (k % 7)) / N for k in range(N)])} for epoch in (0, 1)
+    ]
+    write_ledger(directory, *(visits(list(range(N)), [1.0] * N, e, **more) for e, more in enumerate(for_epochs)))
+    write_previews(directory, {"3": {"text": "the words of 3"}}, classes=[f"class {k}" for k in range(10)])
+    return directory
+
+
+def details(browser):
+    return browser.texts("#map-pinned h3")
+
+
+def typed(browser, css, value):
+    script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))"
+    browser.run(script, browser.one(css), value)
+
+
+def test_search_and_filter_of_the_data_map(browser, mapped):
+    browser.show(write_report(mapped))
+    assert browser.texts("nav a")[:2] == ["Suspects", "Data map"] and details(browser) == []
+    typed(browser, "#search", "3")
+    assert browser.one("#matches").text == "1 of 400 samples"  # a whole id
+    browser.press("#search", "ENTER")
+    assert details(browser) == ["Sample 3"] and browser.texts("#map-pinned blockquote") == ["the words of 3"]
+    assert pinned(browser) == ["Sample 3"]
+    typed(browser, "#search", "")
+    typed(browser, "#label", "class 7")
+    assert browser.one("#matches").text == "40 of 400 samples"
+    browser.press("#map", "ARROW_RIGHT", "ARROW_RIGHT", "ENTER")  # the second one that the filter finds
+    assert details(browser) == ["Sample 17"]
+    typed(browser, "#label", "")
+    assert browser.one("#matches").text == ""
+    browser.press("#map", "ESCAPE")
+    assert details(browser) == []
+
+
+def test_a_cell_of_the_data_map_shows_a_sample(browser, mapped, tmp_path, monkeypatch):
+    monkeypatch.setattr(scatter, "MAX_SAMPLES", 100)
+    browser.show(write_report(mapped, tmp_path / "many.html"))
+    browser.run("document.getElementById('map').scrollIntoView({block: 'center'})")
+    title = browser.run("""
+    const {grid} = JSON.parse(document.getElementById("samples-data").textContent).map;
+    const [column, row, , index] = grid.cells.at(-1);  // far from the suspects
+    const canvas = document.getElementById("map"), box = canvas.getBoundingClientRect();
+    const left = 58 + (column + .5) / grid.size[0] * (canvas.clientWidth - 70);
+    const top = canvas.clientHeight - 42 - (row + .5) / grid.size[1] * (canvas.clientHeight - 52);
+    canvas.dispatchEvent(new MouseEvent("click", {clientX: box.left + left, clientY: box.top + top, bubbles: true}));
+    return `Sample ${JSON.parse(document.getElementById("samples-data").textContent).ids[index]}`;
+    """)
+    assert details(browser) == [title] and int(title.removeprefix("Sample ")) > 300

@@ -547,3 +547,47 @@ def test_too_many_columns_are_left_out(tmp_path, monkeypatch):
     keys = [found["key"] for found in shown.samples["columns"]]
     assert keys[:5] == ["loss", "norm", "self_influence", "visits", "weight"] and 5 < len(keys) < 20
     assert f"The page leaves out {25 - len(keys)} columns of the ledger." in shown.text
+
+
+# ------------------------------------------------------------------------------------ data map
+
+
+def write_map(directory):
+    """Ledger of two epochs; sample k has the confidences k / 64 and (k + 1) / 64."""
+    write_run(directory, NO_LINES)
+    confidences = [pa.array([(k + epoch) / 64 for k in range(N)]) for epoch in range(2)]
+    labels = pa.array([k % 3 for k in range(N)])
+    parts = [visits(list(range(N)), LOSSES, e, label=labels, confidence=c) for e, c in enumerate(confidences)]
+    write_ledger(directory, *parts)
+
+
+def test_the_data_map_has_variability_and_confidence(tmp_path):
+    write_map(tmp_path)
+    shown = page_of(tmp_path)
+    assert [axis["name"] for axis in shown.samples["map"]["axes"]] == ["variability", "confidence"]
+    assert shown.samples["map"]["grid"] is None
+    assert column(shown, "confidence")["values"] == pytest.approx([(k + 0.5) / 64 for k in range(N)], abs=1e-4)
+    assert column(shown, "variability") == {"name": "variability", "key": "variability", "same": 0.007812}
+    assert "ambiguous ones on the right" in shown.text
+    keys = [entry["key"] for entry in shown.samples["columns"]]
+    assert keys == ["label", "loss", "norm", "self_influence", "visits", "confidence", "variability", "weight"]
+
+
+def test_without_confidences_there_is_no_data_map(run):
+    shown = page_of(run)
+    assert shown.samples["map"] == {"axes": None, "grid": None}
+    assert "Data map" not in shown.text and 'id="map"' not in shown.html
+
+
+def test_cells_of_the_data_map_have_a_sample(tmp_path, monkeypatch):
+    write_map(tmp_path)
+    monkeypatch.setattr(scatter, "MAX_SAMPLES", N - 1)
+    shown = page_of(tmp_path)
+    cells = shown.samples["map"]["grid"]["cells"]
+    assert sum(count for _, _, count, _ in cells) == N
+    ids = [int(shown.samples["ids"][k]) for *_, k in cells]
+    assert ids == sorted(ids) and ids[0] == 0  # the confidence increases with the id
+    for (_, _, count, _), first, following in zip(cells, ids, [*ids[1:], N], strict=True):
+        assert following - first == count
+    assert all(len(cell) == 3 for cell in shown.samples["grid"]["cells"])
+    assert "Of a cell of the map, the page has the sample that was visited first" in shown.text

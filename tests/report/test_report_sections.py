@@ -45,6 +45,14 @@ def test_no_valid_noise_scale(report):
     assert "The noise scale is not known. At 2 of 2 log lines it could not be estimated." in shown.text
 
 
+def test_variance_ratio_of_importance_sampling(report):
+    ratios = [1.0, 0.5, nan, 0.4, 0.3]
+    shown = report([{"kind": "importance", "epoch": k, "update": k, "variance_ratio": r} for k, r in enumerate(ratios)])
+    assert shown.charts["Variance relative to uniform sampling"][0].count("M") == 2  # NaN is a gap
+    assert "unknown kind" not in shown.text
+    assert "Variance relative" not in report([noise(1, 100.0)]).text
+
+
 def test_unknown_batch_size(report):
     shown = report([noise(1, 100.0, batch=None)])
     assert "about 100 samples (median of the second half of the run). The batch size is not known." in shown.text

@@ -111,6 +111,9 @@ def attribution(directory: Path) -> None:
     assert_type(curvature, sw.attribution.EKFAC)
     assert_type(sw.influence(model, losses_of, data, data, curvature=curvature, damping=0.1), Tensor)
     assert_type(sw.influence(model, losses_of, data, data, by="layer"), dict[str, Tensor])
+    assert_type(
+        sw.metagradient(directory, lambda: sw.Step(model, sw.sgd(0.1), losses_of), data, data, by="epoch"), Tensor
+    )
     assert_type(sw.attribution.hessian(model, losses_of, data).mean_eigenvalue, float)
     store = sw.attribution.ProjectedStore(directory, 8, dtype="float32", blocks="layer")
     assert_type(store.fill(model, losses_of, data, returns="losses", microbatch="auto"), int)
@@ -200,6 +203,8 @@ def other_results(loss: Tensor, logits: Tensor) -> None:
     found = sw.suspects(model, losses_of, [x])
     assert_type(found.score, Tensor)
     assert_type(sw.suspects("run", score=["margin", "loss"]).score_names, tuple[str, ...])
+    assert_type(sw.dynamics("run"), sw.diagnostics.Dynamics)
+    assert_type(sw.dynamics("run", early_epochs=10).confidence, Tensor)
     sw.backward(loss, model, through=torch.amp.GradScaler("cpu"), denominator=loss.detach())
     sw.backward(loss, model, through=lambda loss: loss.backward(), retain_graph=False)
     sw.fisher(model, losses_of, [x], microbatch=sw.auto(10**9))

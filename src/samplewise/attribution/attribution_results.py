@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from samplewise.attribution.methods import Scores, method_named
+from samplewise.attribution.methods import Rerun, Scores, method_named
 from samplewise.attribution.ordered_samples import OrderedSamples
 from samplewise.attribution.subject import Outcomes, Subject, check_queries
 from samplewise.core.files import absolute, sha256, write_bytes, write_json
@@ -47,6 +47,7 @@ from samplewise.report.attribution import (
     read_trust,
 )
 from samplewise.report.previews import Previews, read_previews
+from samplewise.step.step import Step
 
 FORMAT = "samplewise attribution"
 VERSION = 1
@@ -65,12 +66,13 @@ def attribute(
     *,
     queries: str | Sequence[int] = "worst",
     limit: int = 10,
-    method: Literal["influence", "trak", "ekfac"] = "influence",
+    method: Literal["influence", "trak", "ekfac", "metagradient"] = "influence",
     checkpoints: int | None = None,
     dim: int | None = None,
     damping: float | None = None,
     top: int = 5,
     trust: Run | None = None,
+    make_step: Callable[[], Step] | None = None,
 ) -> AttributionResults:
     """Find the training samples behind predictions of a trained model, from the checkpoints of its run.
 
@@ -84,12 +86,13 @@ def attribute(
     queries: "worst" (default: the highest losses), "wrong" (misclassified samples, the highest losses first), a list of
         indices, or indices and ranges as text, such as "0,5,10-20"
     limit: largest number of queries with "worst" and "wrong"
-    method: "influence" (default: TracIn), "trak" or "ekfac"
-    checkpoints: number of newest checkpoints of each run; default all, 1 for "ekfac"
+    method: "influence" (default: TracIn), "trak", "ekfac" or "metagradient"
+    checkpoints: number of newest checkpoints of each run; default all, 1 for "ekfac" and "metagradient"
     dim: for "trak"; default: a quarter of the number of training samples, at most 512
     damping: for "trak" and "ekfac", see `Curvature`; default 0.1
     top: number of highest and of lowest scores of each query on the page
     trust: directory of lds.json, the measured quality of the scores; default: evaluate in the run directory
+    make_step: for "metagradient", which also needs sw.Indexed around the training dataset: see `metagradient`
     """
     plan = AttributionPlan(
         run,
@@ -102,7 +105,7 @@ def attribute(
         top=top,
         trust=trust,
     )
-    return plan.results(model, loss_fn, train, validation)
+    return plan.results(model, loss_fn, train, validation, None if make_step is None else Rerun(make_step, train))
 
 
 @dataclass(frozen=True, repr=False)
@@ -247,7 +250,11 @@ class AttributionPlan:
                     raise ValueError(f"trust must be a directory with a measured quality: {why}") from why
                 self.warnings.append(str(why))
 
-    def results(self, model: nn.Module, loss_fn: Any, train: Any, validation: Any) -> AttributionResults:
+    def results(
+        self, model: nn.Module, loss_fn: Any, train: Any, validation: Any, rerun: Rerun | None = None
+    ) -> AttributionResults:
+        if self.method.repeats and rerun is None:
+            raise ValueError(f"method {self.method.name} repeats the run and needs make_step; found none. Pass it.")
         modules = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]  # the loss may hold the model
         with ExitStack() as stack:
             for module in modules:
@@ -255,7 +262,7 @@ class AttributionPlan:
             stack.enter_context(eval_mode(*modules))
             subject = Subject(model, loss_fn, train, validation, self.models)
             queries, outcomes = subject.queries(self.queries, self.limit)
-            scores = subject.scores(self.method, queries)
+            scores = subject.scores(self.method, queries, rerun)
             settings = self._settings(subject, queries, scores)
             page = _Page(self, subject, queries, outcomes, scores, settings).html()
         samples = list(subject.train.indices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from samplewise.attribution.curvature import DEFAULT_DAMPING
 from samplewise.attribution.ekfac import ekfac
 from samplewise.attribution.influence import influence
+from samplewise.attribution.metagradient import metagradient
 from samplewise.attribution.ordered_samples import OrderedBatches
 from samplewise.attribution.projected_features import OutputFn, margin
 from samplewise.attribution.trak import trak
@@ -21,11 +23,19 @@ from samplewise.core.state import eval_mode
 from samplewise.core.text import did_you_mean
 from samplewise.dataset_pass import Checkpoint, parameters_kept
 from samplewise.errors import LossesError
+from samplewise.step.step import Step
 
 LOWERS_LOSS = "training on the sample lowers the loss of the query"
 RAISES_MARGIN = "training on the sample raises the margin of the query, the log-odds of its label"
 MAX_DIM = 512  # default of dim for many training samples
 SAMPLES_PER_DIM = 4  # of training samples per dimension, for few
+
+
+class Rerun(NamedTuple):
+    """What a method needs to repeat a run: see `sw.metagradient`."""
+
+    make_step: Callable[[], Step]
+    loader: Any
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class Task:
     checkpoints: Sequence[Checkpoint]  # (state dict, weight), the newest last
     train: OrderedBatches
     queries: OrderedBatches
+    run: Path  # of the newest checkpoint
+    rerun: Rerun | None
 
 
 class Scores(NamedTuple):
@@ -114,6 +126,18 @@ def _minus_loss(loss: Any) -> OutputFn:
     return output_fn
 
 
+# --- metagradient -----------------------------------------------------------------------------------------------------
+
+
+def _metagradient(task: Task) -> Scores:
+    assert task.rerun is not None  # see `AttributionPlan.results`
+    device = next(task.model.parameters()).device
+    derivatives = metagradient(task.run, *task.rerun, task.queries, device=device)
+    if derivatives.shape[1] < len(task.rerun.loader.dataset):
+        raise ValueError("sw.Indexed must number the samples of the training loader; found other numbers.")
+    return Scores(-derivatives, LOWERS_LOSS, {})
+
+
 # --- table of the methods ---------------------------------------------------------------------------------------------
 
 
@@ -122,9 +146,10 @@ class Method:
     """Attribution method.
 
     compute   function of a task and the options
-    passes    number of passes over the training samples
+    passes    number of passes over the training samples; 0 if it shows its own progress
     accepts   names of options
     models    largest number of checkpoints that it can use; None: any number
+    repeats   whether it repeats the run
     options   values of options
     """
 
@@ -134,6 +159,7 @@ class Method:
     passes: Callable[[Task], int]
     accepts: tuple[str, ...] = ()
     models: int | None = None
+    repeats: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -143,6 +169,7 @@ METHODS = {
         Method("influence", "TracIn influence", _influence, lambda task: len(task.checkpoints) * len(task.queries)),
         Method("trak", "TRAK", _trak, lambda task: len(task.checkpoints), accepts=("dim", "damping")),
         Method("ekfac", "EK-FAC influence", _ekfac, lambda task: 2 + len(task.queries), ("damping",), models=1),
+        Method("metagradient", "metagradient", _metagradient, lambda task: 0, models=1, repeats=True),
     )
 }
 

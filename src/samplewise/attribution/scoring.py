@@ -7,26 +7,28 @@ brought up to date when it is needed, and replaced atomically, so that it is con
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from samplewise.attribution.projected_features import block_slices
-from samplewise.attribution.store_files import RowsFile
+from samplewise.attribution.store_files import RowsFile, row_norms
 from samplewise.core.files import atomic_write, tensor_bytes
 from samplewise.core.text import listed, plural
 from samplewise.errors import StoreError
 from samplewise.parallel import collectives
 
-CHUNK = 8192  # rows in memory at a time
+CHUNK = 4096  # rows in memory at a time; in float32 they should fit into the cache
 
 
 class Kernel:
     """Inner product q^T K r of queries and rows, with K = 1 or (X^T X + lambda I)^-1, or the cosine of its angle.
 
-    `of_queries(q) @ of_rows(r).T` are the scores.
+    Scores are `of_queries(q) @ units.T * factors`: the rows are multiplied as they are stored, without scales, and
+    the products by the scale of the row, or for the cosine by one over its norm.
+
     damping: lambda divided by the mean of the eigenvalues of X^T X; None for K = 1
     layers: layers whose blocks of columns are used; None for all
     """
@@ -35,6 +37,7 @@ class Kernel:
         self.cosine = cosine
         self.columns = None if layers is None else _columns(file, layers)
         self.width = file.dim if self.columns is None else len(self.columns)
+        self._file = file
         self._factor: Tensor | None = None  # lower triangular L with L L^T = X^T X + lambda I
         if damping is not None and len(file):
             gram = updated_gram(file)
@@ -48,17 +51,21 @@ class Kernel:
         if self._factor is not None:
             wide = torch.cholesky_solve(queries.double().T, self._factor).T
             return _divide(wide, (wide * queries).sum(1).clamp_min(0).sqrt(), self.cosine).float()
-        return _divide(queries, _norms(queries), self.cosine)
+        return _divide(queries, row_norms(queries), self.cosine)
 
-    def of_rows(self, rows: Tensor) -> Tensor:
-        """Rows, divided by sqrt(r^T K r) for the cosine, (B, width) float32."""
-        rows = self._select(rows)
+    def of_rows(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Rows in units of their scales (B, width), and their factors (B,), float32."""
+        units = self._select(self._file.units(part.start, part.stop))
         if not self.cosine:
-            return rows
-        white = rows  # norms of L^-1 r are sqrt(r^T K r)
-        if self._factor is not None:
-            white = torch.linalg.solve_triangular(self._factor, rows.double().T, upper=False).T
-        return _divide(rows, _norms(white), True)
+            return units, self._file.scales(part.start, part.stop)
+        norms = self._norms(units, part)
+        return units, norms.where(norms > 0, torch.inf).reciprocal().float()
+
+    def _norms(self, units: Tensor, part: slice) -> Tensor:
+        """sqrt(r^T K r) of each row."""
+        if self._factor is not None:  # the norm of L^-1 r
+            return row_norms(torch.linalg.solve_triangular(self._factor, units.double().T, upper=False).T)
+        return row_norms(units) if self.columns is not None else self._file.norms(part.start, part.stop)
 
     def _select(self, rows: Tensor) -> Tensor:
         return rows if self.columns is None else rows[:, self.columns]
@@ -91,15 +98,16 @@ class Kernels:
         queries = len(next(iter(vectors.values())))
         scores = torch.zeros(queries, part.stop - part.start)
         for number, kernel in self._kernels.items():
-            scores.addmm_(vectors[number], kernel.of_rows(self._files[number].rows(part.start, part.stop)).T)
+            units, factors = kernel.of_rows(part)
+            scores.addcmul_(vectors[number] @ units.T, factors)
         scores *= self._factors(part)
-        if not scores.isfinite().all():
+        if scores.numel() and not torch.stack(scores.aminmax()).isfinite().all():  # NaN too; faster than all entries
             raise ValueError("scores must be finite in float32; found an overflow. Scale the queries down.")
         return scores
 
     def of_rows(self, part: slice) -> Tensor:
         """Rows (samples of the slice, width) of all models side by side, with the weights as factors."""
-        rows = [k.of_rows(self._files[number].rows(part.start, part.stop)) for number, k in self._kernels.items()]
+        rows = [units * factors[:, None] for units, factors in (k.of_rows(part) for k in self._kernels.values())]
         return torch.cat(rows, 1) * self._factors(part)[:, None]
 
     def _factors(self, part: slice) -> Tensor:
@@ -118,6 +126,25 @@ def _columns(file: RowsFile, layers: Sequence[str]) -> Tensor:
         names = listed(slices) if slices else "none, because the store has no blocks; create it with blocks='layer'"
         raise ValueError(f"layers must be a list of layers of the store; found {layers!r}. Its layers are {names}.")
     return torch.cat([torch.arange(file.dim)[slices[layer]] for layer in layers])
+
+
+def top(chunks: Iterable[tuple[slice, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores (Q, k) of chunks (samples, scores), in descending order, and their samples; the earlier
+    sample of equals first. One chunk is in memory at a time.
+    """
+    values = torch.zeros(0, 0)
+    samples = torch.zeros(0, 0, dtype=torch.int64)
+    for part, scores in chunks:
+        indices = torch.arange(part.start, part.stop).expand(len(scores), -1)
+        if part.start == 0:
+            values, samples = largest(scores, indices, k)
+        elif values.shape[1] < k:
+            values, samples = largest(torch.cat([values, scores], 1), torch.cat([samples, indices], 1), k)
+        else:  # after many chunks, few queries have a new score among the largest
+            rows = (scores.amax(1) > values[:, -1]).nonzero()[:, 0]
+            parts = torch.cat([values[rows], scores[rows]], 1), torch.cat([samples[rows], indices[rows]], 1)
+            values[rows], samples[rows] = largest(*parts, k)
+    return values, samples
 
 
 def largest(scores: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -176,10 +203,6 @@ def _cholesky(gram: Tensor, damping: float, file: RowsFile) -> Tensor:
             f"{len(gram)} numbers each, and damping={damping}. Use a larger damping, such as 0.1."
         )
     return factor
-
-
-def _norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _divide(rows: Tensor, norms: Tensor, cosine: bool) -> Tensor:

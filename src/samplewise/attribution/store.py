@@ -30,9 +30,10 @@ from samplewise.attribution.projected_features import (
     layer_widths,
     skip_samples,
 )
-from samplewise.attribution.scoring import CHUNK, Kernels, largest
+from samplewise.attribution.scoring import CHUNK, Kernels, top
 from samplewise.attribution.store_files import (
     DTYPES,
+    Dtype,
     ModelIndex,
     RowsFile,
     create_store,
@@ -69,7 +70,8 @@ class ProjectedStore:
 
     dim: numbers per sample and model; a quarter of the number of samples is a good start, see docs/attribution.md
     seed: of the projection of the first model, as in `g.project`; model k has seed + k; default 0
-    dtype: of the rows on disk, "float16" (default) or "float32"; each row has a float32 scale
+    dtype: of the rows on disk, "float16" (default), "float32" or "int8"; each row has a float32 scale. With "int8" an
+        entry is wrong by at most 1/254 of the largest entry of its row
     blocks: "layer" divides `dim` among the layers, so that scores can be restricted to some of them; default None: all
         parameters are projected together
     projection: "factored" (default) or "dense", the method of `g.project`; rows of the two cannot be compared
@@ -81,7 +83,7 @@ class ProjectedStore:
         dim: int,
         seed: int = 0,
         *,
-        dtype: Literal["float16", "float32"] = "float16",
+        dtype: Dtype = "float16",
         blocks: Literal["layer"] | None = None,
         projection: Method = "factored",
     ):
@@ -167,7 +169,8 @@ class ProjectedStore:
             if model_number == self.models:
                 layers = layer_widths(g.names, self.dim) if isinstance(g, Gradients) and self.blocks else ()
                 index = ModelIndex(weighted=weights is not None, layers=layers)
-                self._files.append(RowsFile(self._next_directory(), self.dim, self.dtype, index))
+                self._files.append(RowsFile(self._next_directory(), self._layout, index))
+            self._lock.verify()
             self._files[model_number].append(*features)
 
     def fill(
@@ -288,19 +291,10 @@ class ProjectedStore:
         damping: precondition with (X^T X + lambda I)^-1, where X are the rows of the model and lambda is `damping`
             times the mean eigenvalue of X^T X, see `Curvature`; default None: no matrix is inverted
         layers: use the blocks of these layers only, in a store with blocks="layer"; default None: all
-        chunk_size: rows in memory at a time; default 8192
+        chunk_size: rows in memory at a time; default 4096
         """
         _check_positive("k", k)
-        chunks = self.score_chunks(queries, cosine=cosine, damping=damping, layers=layers, chunk_size=chunk_size)
-        best: tuple[Tensor, Tensor] | None = None
-        for part, scores in chunks:
-            samples = torch.arange(part.start, part.stop).expand(len(scores), -1)
-            if best is not None:
-                scores = torch.cat([best[0], scores], 1)
-                samples = torch.cat([best[1], samples], 1)
-            best = largest(scores, samples, k)
-        assert best is not None  # an empty store has one empty chunk
-        return best
+        return top(self.score_chunks(queries, cosine=cosine, damping=damping, layers=layers, chunk_size=chunk_size), k)
 
     def scores(
         self,
@@ -382,7 +376,8 @@ class ProjectedStore:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[RowsFile]:
-        return open_store(self.directory, self._settings)
+        self._layout, files = open_store(self.directory, self._settings)
+        return files
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -402,8 +397,8 @@ class ProjectedStore:
         numbers = [number for number, file in enumerate(self._files) if file.index.model == index.model]
         if not numbers:
             directory = self._next_directory()
-            on_rank_zero(lambda: RowsFile(directory, self.dim, self.dtype, index) and None)
-            self._files.append(RowsFile(directory, self.dim, self.dtype))
+            on_rank_zero(lambda: RowsFile(directory, self._layout, index) and None)
+            self._files.append(RowsFile(directory, self._layout))
             return self.models - 1
         stored = self._files[numbers[0]].index
         if (stored.weighted, stored.scaling) != (index.weighted, index.scaling):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.methods import Method, Scores, Task
+from samplewise.attribution.methods import Method, Rerun, Scores, Task
 from samplewise.attribution.ordered_samples import OrderedBatches, OrderedSamples, unknown_sampler
 from samplewise.core.losses import IGNORE_INDEX, as_loss_fn, per_sample, prediction_columns
 from samplewise.core.state import eval_mode
@@ -168,14 +169,23 @@ class Subject:
         positions = order[:limit]
         return [samples.indices[k] for k in positions.tolist()], outcomes.of(positions)
 
-    def scores(self, method: Method, queries: Sequence[int]) -> Scores:
+    def scores(self, method: Method, queries: Sequence[int], rerun: Rerun | None) -> Scores:
         """Scores of a method; raises NonFiniteGradientError if they are not finite."""
         checkpoints = list(zip(self.states, self.weights, strict=True))
         train = self.train.batches()
-        task = Task(self.model, self.loss, checkpoints, train, self.validation.batches(queries, self._query_batch_size))
-        with progress(len(train) * method.passes(task), "scores, batches of training samples") as advance:
+        batches = self.validation.batches(queries, self._query_batch_size)
+        task = Task(self.model, self.loss, checkpoints, train, batches, self.run, rerun)
+        passes = method.passes(task)
+        shown = (
+            progress(len(train) * passes, "scores, batches of training samples")
+            if passes
+            else nullcontext(lambda parts: None)
+        )
+        with shown as advance:
             train.on_batch = lambda: advance(1)
             scores = method.compute(task, **method.options)
+        if method.repeats:  # columns for all samples of the dataset
+            scores = scores._replace(values=scores.values[:, list(self.train.indices)])
         finite = scores.values.isfinite()
         if not finite.all():
             query, sample = (~finite).nonzero()[0].tolist()

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import checked_damping
 from samplewise.attribution.projected_features import OutputFn
-from samplewise.attribution.scoring import largest
+from samplewise.attribution.scoring import top
 from samplewise.attribution.store import ProjectedStore, Queries
+from samplewise.attribution.store_files import Dtype
 from samplewise.attribution.units import Unit, check_units
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.validate import refuse_keras
@@ -34,7 +34,7 @@ def trak(
     seed: int = 0,
     damping: float | None = None,
     directory: str | os.PathLike[str] | None = None,
-    dtype: Literal["float16", "float32"] = "float32",
+    dtype: Dtype = "float32",
     projection: Method = "factored",
     unit: Unit | None = None,
     query_unit: Unit | None = None,
@@ -56,8 +56,8 @@ def trak(
         0.3 were best in measurements
     directory: of a `ProjectedStore`, to continue an interrupted call, or to add models later; default: a temporary
         directory
-    dtype: of the stored rows, "float32" (default), or "float16" for half the disk space and errors of about
-        0.25 % of the largest score
+    dtype: of the stored rows, "float32" (default), "float16" for half the disk space and errors of about 0.25 % of the
+        largest score, or "int8" for a quarter, see `ProjectedStore`
     projection: "factored" (default) or "dense", the method of `g.project`
     unit, query_unit: as in `sw.influence`, if `output_fn` returns an output per token, (B, T); default None
     microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
@@ -126,10 +126,11 @@ def select(
         raise ValueError(f"reduce must be 'mean' or 'max'; found {reduce!r}.")
     if type(k) is not int or not 1 <= k <= len(store):
         raise ValueError(f"k must be an integer in 1..{len(store)}, the number of samples of the store; found {k!r}.")
-    parts = []
-    for _, scores in store.score_chunks(queries, cosine=cosine, damping=damping):
-        if not len(scores):
-            raise ValueError("queries must be at least one sample; found none.")
-        parts.append(scores.mean(0) if reduce == "mean" else scores.amax(0))
-    total = torch.cat(parts)[None]
-    return largest(total, torch.arange(total.shape[1])[None], k)[1][0]
+
+    def chunks() -> Iterator[tuple[slice, Tensor]]:
+        for part, scores in store.score_chunks(queries, cosine=cosine, damping=damping):
+            if not len(scores):
+                raise ValueError("queries must be at least one sample; found none.")
+            yield part, scores.mean(0, keepdim=True) if reduce == "mean" else scores.amax(0, keepdim=True)
+
+    return top(chunks(), k)[1][0]

@@ -14,7 +14,12 @@ from samplewise.cli.recipe_source import read_source, shortened
 from samplewise.core.files import absolute
 from samplewise.core.text import did_you_mean
 
-METHODS = ("influence", "trak", "ekfac")  # names of the methods of sw.attribution.attribute, which imports torch
+METHODS = (
+    "influence",
+    "trak",
+    "ekfac",
+    "metagradient",
+)  # names of the methods of sw.attribution.attribute, which imports torch
 QUERIES = re.compile(r"worst|wrong|\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*")
 
 
@@ -43,7 +48,9 @@ def attribute(
     checkpoints: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Use the N newest checkpoints of each run. Default: all of them; ekfac: 1."
+            min=1,
+            metavar="N",
+            help="Use the N newest checkpoints of each run. Default: all of them; ekfac and metagradient: 1.",
         ),
     ] = None,
     dim: Annotated[
@@ -86,13 +93,15 @@ def attribute(
     with its training samples of highest and lowest scores, and how far to trust them.
 
     The model is that of a run of `samplewise train RECIPE`; the data are those of the recipe. Samples are numbered by
-    their index in the dataset.
+    their index in the dataset. metagradient repeats the training, with the samples per update, microbatch and clip of
+    the run.
     """
     source = read_source(recipe)
     _check(queries, method, damping)
     here = absolute(".")  # the recipe may change the working directory
     from samplewise.attribution.attribution_results import AttributionPlan, shown_path
     from samplewise.cli.recipe import Recipe
+    from samplewise.cli.training import rerun_of
     from samplewise.core.state import seed_everything
     from samplewise.errors import CheckpointError
 
@@ -118,8 +127,9 @@ def attribute(
     functions = Recipe(recipe, source)
     model = functions.model()
     train, validation = functions.data()
+    rerun = rerun_of(recipe, source, plan.run, train, target) if method == "metagradient" else None
     with functions.errors(), bad_parameters(options=("queries",)):
-        results = plan.results(model.to(target), functions.loss(model), train, validation)
+        results = plan.results(model.to(target), functions.loss(model), train, validation, rerun)
     for note in results.notes:
         typer.echo(note, err=True)
     try:

@@ -26,6 +26,7 @@ from samplewise.cli.attribute import attribute
 from samplewise.cli.doctor import doctor
 from samplewise.cli.privacy import privacy
 from samplewise.cli.recipe_source import RecipeError
+from samplewise.cli.replay import replay
 from samplewise.cli.report import report
 from samplewise.cli.stdio import OutputError, guarded_output
 from samplewise.cli.train import TrainCommand, train
@@ -122,6 +123,7 @@ def _about(
 app.command(cls=TrainCommand)(train)
 app.command()(doctor)
 app.command()(report)
+app.command()(replay)
 app.command()(attribute)
 app.command(context_settings=audit.CONTEXT)(audit.audit)
 app.command()(privacy)

@@ -6,21 +6,25 @@ batch.id, or batch["id"] for a dict. The recipe's collate_fn and loss get the sa
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from samplewise.attribution.methods import Rerun
 from samplewise.cli.arguments import bad_parameters, device_named
 from samplewise.cli.recipe import Recipe
 from samplewise.cli.train import Exists, PrivateOptions
-from samplewise.core.files import absolute
+from samplewise.core.files import RECIPE_FILE, absolute, write_json
 from samplewise.core.losses import as_criterion
 from samplewise.core.state import RandomState, seed_everything
 from samplewise.core.text import plural
@@ -28,13 +32,16 @@ from samplewise.errors import BatchError
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.previews import indexed_items
 from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, without_id
+from samplewise.loop.checkpoint.trained import run_settings
 from samplewise.loop.data.adapters import is_map_style, loader_with
+from samplewise.loop.replay import Replay, replay
 from samplewise.loop.stopping import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import collectives, launch
 from samplewise.privacy.accounting import sampling_plan
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.step import Step
+from samplewise.transforms.chain import as_chain
 from samplewise.transforms.clip import clip as clip_transform
 
 
@@ -52,12 +59,78 @@ def train_recipe(
     fit_options: dict[str, Any],
 ) -> None:
     """Train the model of a recipe and print a summary. source: the content of the file."""
+    target = launch.join(device_named(device))
+    run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
+    options = {"recipe": str(absolute(path)), "seed": seed, "ledger": ledger, "clip": clip, "step": dict(step_options)}
+    prepared = prepare(path, source, target, seed, ledger, clip, private, step_options)
+    if private is None:
+        prepared.callbacks.append(RecipeRecord(options))
+    with prepared.recipe.errors(), explain_missing_ids() if prepared.adds_ids else nullcontext():
+        trainer = Trainer(
+            prepared.step(),
+            run_path,
+            prepared.callbacks,
+            metrics=prepared.metrics,
+            device=target,
+            seed=seed,
+            exists=exists,
+        )
+        result = trainer.fit(prepared.loader, prepared.validation, **fit_options)
+    if exists == "new" and trainer.run is not None:
+        run = run.with_name(trainer.run.name)
+    _print_summary(result, trainer, run)
+
+
+def replay_recipe(
+    path: Path, source: bytes, run: Path, update: int, limit: int, device: torch.device, options: dict[str, Any]
+) -> Replay:
+    """Recompute an update of a run that was trained with these options, as in `recipe.json`."""
+    prepared = prepare(path, source, device, options["seed"], options["ledger"], options["clip"], None, options["step"])
+    has_ids = indexed_items(prepared.loader) is not None
+    with prepared.recipe.errors():
+        step = prepared.step()
+        return replay(step, run, update, prepared.loader, "id" if has_ids else None, options["seed"], device, limit)
+
+
+class RecipeRecord:
+    """Callback that writes recipe.json."""
+
+    def __init__(self, options: dict[str, Any]):
+        self._options = options
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if collectives.rank() == 0 and trainer.run is not None:
+            write_json(trainer.run / RECIPE_FILE, self._options)
+
+
+@dataclass
+class Prepared:
+    """What a recipe and the options of the command give for a training run. step: function that makes the step."""
+
+    recipe: Recipe
+    step: Callable[[], Step]
+    loader: Any
+    validation: Any
+    callbacks: list[Any]
+    metrics: Any
+    adds_ids: bool
+
+
+def prepare(
+    path: Path,
+    source: bytes,
+    target: torch.device,
+    seed: int,
+    ledger: str | None,
+    clip: float | None,
+    private: PrivateOptions | None,
+    step_options: dict[str, Any],
+) -> Prepared:
+    """Call the functions of a recipe, in the order of a training run, after seeding the random numbers."""
     try:
         recorder = None if ledger is None else Ledger(norms=ledger == "norms")
     except ImportError as why:
         raise typer.BadParameter(f"{why}.", param_hint="--ledger") from why
-    target = launch.join(device_named(device))
-    run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
     seed_everything(seed)
     recipe = Recipe(path, source)
     if clip is not None and private is None:
@@ -83,17 +156,16 @@ def train_recipe(
         step_options["privacy"], loader = plan_privacy(private, loader)
         if collectives.rank() == 0:
             typer.echo(f"privacy      {step_options['privacy']}".replace("\n", "\n" + " " * 13))
-    with recipe.errors(), ExitStack() as stack:
-        if recorder is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
-            callbacks.append(recorder)
+    adds_ids = recorder is not None and not any(isinstance(callback, Ledger) for callback in callbacks)
+    if adds_ids:
+        callbacks.append(recorder)
+        with recipe.errors():
             loader, loss = with_ids(loader, loss)
-            stack.enter_context(explain_missing_ids())
-        step = Step(model, optimizer, loss, scheduler=scheduler, parallel="ddp", **step_options)
-        trainer = Trainer(step, run_path, callbacks, metrics=metrics, device=target, seed=seed, exists=exists)
-        result = trainer.fit(loader, validation, **fit_options)
-    if exists == "new" and trainer.run is not None:
-        run = run.with_name(trainer.run.name)
-    _print_summary(result, trainer, run)
+
+    def step() -> Step:
+        return Step(model, optimizer, loss, scheduler=scheduler, parallel="ddp", **step_options)
+
+    return Prepared(recipe, step, loader, validation, callbacks, metrics, adds_ids)
 
 
 def _print_summary(result: FitResult, trainer: Trainer, run: Path) -> None:
@@ -135,6 +207,31 @@ def plan_privacy(options: PrivateOptions, loader: Any) -> tuple[Privacy, DataLoa
     names = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "timeout")  # batches are drawn otherwise
     arguments = {name: getattr(loader, name) for name in names}
     return privacy, privacy.loader(loader.dataset, **arguments)
+
+
+# --- repeating a run --------------------------------------------------------------------------------------------------
+
+
+def rerun_of(path: Path, source: bytes, run: Path, loader: Any, device: torch.device) -> Rerun:
+    """Loader with ids, and function that makes the step of a recipe as `train_recipe` has done for this run."""
+    settings = run_settings(run)
+    options: dict[str, Any] = {name: settings.get(name) for name in ("samples", "microbatch")}
+    clip = re.fullmatch(r"chain\(clip\(([0-9.e+-]+)\)\)", settings.get("transforms", ""))
+
+    def make_step() -> Step:
+        recipe = Recipe(path, source)
+        model = recipe.model()
+        data, _ = recipe.data()
+        model.to(device)
+        optimizer = recipe.optimizer(model)
+        scheduler = recipe.scheduler(optimizer)
+        transforms = recipe.transforms()
+        if clip is not None and not recipe.defines("transforms"):  # --clip
+            transforms = as_chain(clip_transform(float(clip[1])))
+        _, loss = with_ids(data, recipe.loss(model))
+        return Step(model, optimizer, loss, scheduler=scheduler, transforms=transforms, **options)
+
+    return Rerun(make_step, with_ids(loader, None)[0])
 
 
 # --- ids of samples ---------------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def pick(batch: Any, key: Hashable) -> Any:
     try:
         return getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     except (AttributeError, KeyError, IndexError, TypeError):
-        remedy = _ID_REMEDY if key == "id" else "Return it from the dataset."
+        remedy = _REMEDIES.get(key, "Return it from the dataset.")
         raise BatchError(f"the batch must hold {key!r}; found {_contents(batch)}. {remedy}") from None
 
 
@@ -329,6 +329,13 @@ _ID_REMEDY = (
     "Wrap the dataset, DataLoader(sw.Indexed(dataset), ...), which adds the index of each sample as 'id'; or, if the "
     "samples have ids, pass their key in the batch, for example sw.Ledger(id=2)."
 )
+
+
+_REMEDIES: dict[Hashable, str] = {
+    "id": _ID_REMEDY,
+    "importance": "For weights of an sw.ImportanceSampler, wrap the whole dataset: DataLoader(sw.Indexed(dataset), "
+    "batch_sampler=sampler); otherwise return it from the dataset.",
+}
 
 
 def _contents(batch: Any) -> str:

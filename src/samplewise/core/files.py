@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.json"  # in every run directory
 RUN_VERSION = 2  # "format_version" in that file
+RECIPE_FILE = "recipe.json"  # in the directory of a run of `samplewise train`: recipe and options
+QUARANTINE_FILE = "quarantine.jsonl"  # in the directory of a run with sw.callbacks.Quarantine
 DESCRIPTION = "samplewise"  # key of the description in the metadata of a file of tensors
 
 
@@ -104,6 +106,18 @@ def read_json(path: Path, error: type[Exception], remedy: str) -> Any:
         raise
     except (OSError, ValueError, RecursionError) as why:
         raise error(f"{path} must be readable JSON; found {type(why).__name__}: {why}. {remedy}") from why
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file with one JSON object per line; empty without a file. Lines that are not complete are left out:
+    a process may be writing them, or was killed.
+    """
+    lines = []
+    with contextlib.suppress(FileNotFoundError):
+        for text in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def other_version(name: object, version: object, expected: int) -> str:

@@ -22,7 +22,8 @@ from samplewise.errors import BatchError, LossesError
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch); Any: functions may be annotated with the user's own model class
 F = TypeVar("F", bound=Callable[..., Any])
-PREDICTION_COLUMNS = ("label", "prediction", "margin")
+PREDICTION_COLUMNS = ("label", "prediction", "margin", "confidence", "el2n")
+PROBABILITY = "probability"  # recorded on request only: it has a column for each class
 IGNORE_INDEX = -100  # label that nn.CrossEntropyLoss leaves out by default
 # Names of a first argument that is the output of a model, as in a criterion (prediction, target), or of Keras' (y_true,
 # y_pred).
@@ -376,7 +377,7 @@ def _kind(batch: Any) -> str:
     return f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
 
 
-# --- predicted class and margin of each sample, from logits (B, classes) and labels (B,) -----------------------------
+# --- predicted class and scores of each sample, from logits (B, classes) and labels (B,) ------------------------------
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
@@ -386,6 +387,23 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.gather(1, label_column).squeeze(1) - other_logits.amax(1)
 
 
+def confidences(logits: Tensor, labels: Tensor) -> Tensor:
+    """Probabilities (B,) of the labels."""
+    return probabilities(logits).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def el2n(logits: Tensor, labels: Tensor) -> Tensor:
+    """EL2N scores (B,): |softmax(logits) - one-hot label|."""
+    shares = probabilities(logits)
+    ones = torch.ones_like(labels[:, None], dtype=shares.dtype)
+    return shares.scatter_add(1, labels[:, None], -ones).norm(dim=1)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """Probabilities (B, classes), at least in float32: those of bf16 would have two digits."""
+    return logits.softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def prediction_columns(
     logits: Tensor, labels: Tensor, ignore_index: int, names: Collection[str]
 ) -> dict[str, Tensor] | None:
@@ -393,7 +411,12 @@ def prediction_columns(
 
     label       class index of the target
     prediction  class with the largest logit
-    margin      see `margins`; NaN if the label is `ignore_index`
+    margin      see `margins`
+    confidence  probability of the label, by the softmax of the logits
+    el2n        see `el2n`
+    probability probabilities of all classes, as columns probability/0, probability/1, ...
+
+    Margin, confidence and EL2N are NaN if the label is `ignore_index`.
     """
     if not names or logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
         return None
@@ -404,7 +427,12 @@ def prediction_columns(
         columns["label"] = labels
     if "prediction" in names:
         columns["prediction"] = logits.argmax(1)
-    if "margin" in names:
-        counted = labels != ignore_index
-        columns["margin"] = torch.where(counted, margins(logits, torch.where(counted, labels, 0)), torch.nan)
+    counted = labels != ignore_index
+    class_indices = torch.where(counted, labels, 0)
+    for name, of_visits in (("margin", margins), ("confidence", confidences), ("el2n", el2n)):
+        if name in names:
+            columns[name] = torch.where(counted, of_visits(logits, class_indices), torch.nan)
+    if any(name.startswith(PROBABILITY) for name in names):  # its columns, if the names are those of a resumed window
+        shares = probabilities(logits)
+        columns |= {f"{PROBABILITY}/{k}": shares[:, k] for k in range(shares.shape[1])}
     return columns

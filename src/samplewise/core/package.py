@@ -31,6 +31,14 @@ def installed_version(package: str = "samplewise") -> str:
         return UNKNOWN
 
 
+def import_package(package: str, user: str) -> Any:
+    """Import a package that is not a dependency of samplewise; `user`: what needs it, for the error message."""
+    try:
+        return import_module(package)
+    except ImportError as why:
+        raise ImportError(f"{user} needs {package}: pip install {package}") from why
+
+
 def import_at_first_use(package: str, exports: str) -> None:
     """Let a package import a name in its `__all__` when it is used first. The file `exports`, which only type checkers
     import, has a line `from module import name as name` for each of them.

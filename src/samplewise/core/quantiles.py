@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from math import ceil, exp, log, nan
 from typing import Any
 
+from torch import Tensor
+
 # Values are counted in buckets whose bounds are the powers of 1.02, so that the middle of a bucket is within 1 % of its
 # values (DDSketch, Masson et al. 2019). Bucket 0 is zero, negative values have negative buckets.
 GROWTH = log(1.02)
@@ -32,10 +34,11 @@ class RunningQuantiles:
     """Quantiles of the last 10,000 to 20,000 values, with a relative error of at most 1 %.
 
     Two sets of counts: the current values, and the PERIOD values before them, which are dropped when there are PERIOD
-    current ones.
+    current ones; or when `turn` is called, if `period` is None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, period: int | None = PERIOD) -> None:
+        self._period = period
         self._current: dict[int, int] = {}  # bucket -> number of values
         self._before: dict[int, int] = {}
         self._values = 0  # in `_current`
@@ -46,11 +49,23 @@ class RunningQuantiles:
         counts = self._current
         counts[bucket] = counts.get(bucket, 0) + 1
         self._values += 1
-        if self._values == PERIOD:
-            self._before = counts
-            self._values_before = self._values
-            self._current = {}
-            self._values = 0
+        if self._values == self._period:
+            self.turn()
+
+    def add_all(self, values: Tensor) -> None:
+        """Count the finite values, which are zero or positive, of a tensor. `period` must be None."""
+        finite = values[values.isfinite()].double().clamp(max=LARGEST)
+        buckets = (finite / SMALLEST).log().div(GROWTH).ceil().clamp(min=0).long()
+        for bucket, count in zip(*(each.tolist() for each in buckets.unique(return_counts=True)), strict=True):
+            self._current[bucket] = self._current.get(bucket, 0) + count
+            self._values += count
+
+    def turn(self) -> None:
+        """Drop the values before the current ones, which take their place."""
+        self._before = self._current
+        self._values_before = self._values
+        self._current = {}
+        self._values = 0
 
     def __len__(self) -> int:
         return self._values + self._values_before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -53,6 +55,17 @@ def accepts(function: Any, arguments: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def parse_interval(name: str, every: Any, examples: Mapping[Any, str]) -> tuple[int, Any]:
+    """Number and unit of the argument `name`, an interval such as "50up"; a number without a unit counts updates.
+    `examples`: unit -> example for the error.
+    """
+    text = f"{every}up" if type(every) is int else every
+    match = re.fullmatch(f"([1-9][0-9]*)({'|'.join(examples)})", text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{name} must be a duration such as {' or '.join(examples.values())}; found {every!r}.")
+    return int(match[1]), match[2]
 
 
 def check_module(model: object, advice: str = "Pass the model.") -> None:

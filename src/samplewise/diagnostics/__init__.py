@@ -5,9 +5,12 @@ fisher      diagonal of the Fisher matrix over a dataset
 similarity  cosines between per-sample gradients, pairs and clusters
 scores      per-sample scores that are large for wrong labels and unusual samples
 suspects    ranking of samples by these scores
+dynamics    training dynamics of samples from a ledger: data map, forgetting events, AUM, EL2N, GraNd
 profile     time and memory of an update, with and without compile=True
 """
 
+from samplewise.diagnostics.dynamics import Dynamics as Dynamics
+from samplewise.diagnostics.dynamics import dynamics as dynamics
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import Noise as Noise
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
@@ -19,10 +22,12 @@ from samplewise.diagnostics.suspects import Suspects as Suspects
 from samplewise.diagnostics.suspects import suspects as suspects
 
 __all__ = [
+    "Dynamics",
     "Noise",
     "NoiseScale",
     "Similarity",
     "Suspects",
+    "dynamics",
     "fisher",
     "noise_scale",
     "signal_to_noise",

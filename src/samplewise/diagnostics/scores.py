@@ -22,16 +22,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from samplewise.core.losses import margins
+from samplewise.core.losses import el2n, margins
 from samplewise.engine.gradients import Gradients
 
 Score = Literal["loss", "margin", "el2n", "norm", "last_norm", "self_influence", "agreement"]
-
-
-def el2n(logits: Tensor, labels: Tensor) -> Tensor:
-    """EL2N scores (B,): |softmax(logits) - one-hot label|."""
-    ones = torch.ones_like(labels[:, None], dtype=logits.dtype)
-    return logits.softmax(1).scatter_add(1, labels[:, None], -ones).norm(dim=1)
 
 
 class ClassGradients:

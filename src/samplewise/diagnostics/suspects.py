@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample, same_constants
 from samplewise.core.microbatch import Microbatch
+from samplewise.core.package import import_package
 from samplewise.core.state import eval_mode
 from samplewise.core.text import Table, Tabular, did_you_mean, plural
 from samplewise.core.validate import refuse_keras
@@ -23,7 +23,7 @@ from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
-from samplewise.ledger.files import load_pyarrow, read_ledger
+from samplewise.ledger.files import load_pyarrow, parts
 from samplewise.loop.checkpoint.trained import CheckpointSource, as_checkpoints
 from samplewise.loop.evaluation import OutputRecorder, Target
 from samplewise.scan import scan
@@ -58,17 +58,11 @@ class Suspects(Tabular):
 
     def top(self, k: int = 10) -> Tensor | Any:
         """Ids of the k most suspicious samples, the most suspicious first; a list if they are strings."""
-        first = self.order[:k]
-        if isinstance(self.ids, Tensor):
-            return self.ids[first]
-        return [self.ids[i] for i in first.tolist()]
+        return ids_at(self.ids, self.order[:k])
 
     def to_pandas(self) -> Any:
         """Data frame with one row per sample, the most suspicious first: id, score and the individual scores."""
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise ImportError("to_pandas needs pandas: pip install pandas") from None
+        pandas = import_package("pandas", "to_pandas")
         columns = {"score": self.score, **self.scores}
         ranked = {name: column[self.order].tolist() for name, column in columns.items()}
         return pandas.DataFrame({"id": self._names(len(self)), **ranked})
@@ -144,8 +138,6 @@ def suspects(
     Scores: loss, margin, el2n, norm, last_norm, self_influence, agreement. agreement needs two passes over the data and
     keeps one gradient per class in memory. The model is in evaluation mode.
     """
-    if isinstance(source, (str, Path)):
-        source = read_ledger(source)
     if not isinstance(source, nn.Module):
         if loss_fn is not None or loader is not None or also or logits or ids is not None or checkpoints is not None:
             refuse_keras(source)
@@ -293,21 +285,32 @@ def _positions(ids: Ids, later_ids: Ids) -> Tensor:
 # --- scores of a ledger ----------------------------------------------------------------------------------------------
 
 
-def _rank_visits(table: Any, ranked_by: str | Sequence[str] | None) -> Suspects:
-    aggregator = VisitAggregator()
-    aggregator.add(_as_pyarrow(table))
-    visited = aggregator.samples()
-    if not len(visited):
-        raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
+def _rank_visits(source: Any, ranked_by: str | Sequence[str] | None) -> Suspects:
+    needed = "suspects needs a model, a loss function and a loader, or a table of visits"
+    visited, aggregator = aggregated(source, VisitAggregator(), needed)
     scores = {name: _tensor(signed_scores(visited, name)) for name in visited.column_names if name in VISIT_SCORES}
     names = _as_names(ranked_by or recommended_score(scores))
     _check_names(names, scores, _RECORD_IT)
-    ids = _as_ids(visited["id"].to_pylist())
+    ids = as_ids(visited["id"].to_pylist())
     score = _tensor(suspicion(visited, names))
     return Suspects(ids, score, scores, names, aggregator.unknown.to_pylist())
 
 
-def _as_pyarrow(table: Any) -> Any:
+def aggregated(source: Any, aggregator: VisitAggregator, needed: str) -> tuple[Any, VisitAggregator]:
+    """Table of samples from a run directory, which is read part by part, or from a table of visits, and the aggregator.
+
+    needed: the beginning of the error message for another source
+    """
+    tables = parts(source) if isinstance(source, (str, Path)) else [_as_pyarrow(source, needed)]
+    for table in tables:
+        aggregator.add(table)
+    visited = aggregator.samples()
+    if not len(visited):
+        raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
+    return visited, aggregator
+
+
+def _as_pyarrow(table: Any, needed: str) -> Any:
     pa = load_pyarrow()
     if isinstance(table, Mapping):
         columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in table.items()}
@@ -319,15 +322,19 @@ def _as_pyarrow(table: Any) -> Any:
         return pa.table(table)
     except (TypeError, ValueError, OverflowError) as why:
         raise TypeError(
-            "suspects needs a model, a loss function and a loader, or a table of visits: a run directory, the result "
-            f"of sw.read_ledger, a data frame, or a mapping of columns; found {type(table).__name__}: {why}"
+            f"{needed}: a run directory, the result of sw.read_ledger, a data frame, or a mapping of columns; found "
+            f"{type(table).__name__}: {why}"
         ) from why
 
 
 # --- ranking ---------------------------------------------------------------------------------------------------------
 
 
-def _as_ids(ids: Ids) -> Tensor | list[str]:
+def ids_at(ids: Tensor | list[str], indices: Tensor) -> Tensor | list[str]:
+    return ids[indices] if isinstance(ids, Tensor) else [ids[i] for i in indices.tolist()]
+
+
+def as_ids(ids: Ids) -> Tensor | list[str]:
     return ids if any(isinstance(sample_id, str) for sample_id in ids) else torch.tensor(ids)
 
 
@@ -336,7 +343,7 @@ def _rank(ids: Ids, scores: dict[str, Tensor], ranked_by: str | Sequence[str]) -
     _check_names(names, scores)
     ranks_by_score = [_tensor(ranks(scores[name].tolist())) for name in names]
     score = scores[names[0]] if len(names) == 1 else torch.stack(ranks_by_score).mean(0)
-    return Suspects(_as_ids(ids), score, scores, names)
+    return Suspects(as_ids(ids), score, scores, names)
 
 
 def _tensor(values: list[float]) -> Tensor:

@@ -27,6 +27,7 @@ def decompositions() -> dict[Any, Any]:
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
         aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
+        aten.avg_pool2d_backward.default: avg_pool2d_backward,
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution_backward,
     }
@@ -47,6 +48,31 @@ def max_pool2d_backward(
     return planes.scatter_add(-1, indices.flatten(-2), g.flatten(-2)).view(x.shape)
 
 
+def avg_pool2d_backward(
+    g: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    """Sum of the gradients of the outputs that read a pixel. ExecuTorch has no kernel for this operation."""
+    geometry = (x.shape[-2:], kernel, stride or kernel, padding, (1, 1))
+    if ceil_mode or len(kernel) != 2 or _output_size(*geometry) != list(g.shape[-2:]):
+        return NotImplemented
+    places = _places(*geometry)
+    pixels = x.shape[-1] * x.shape[-2]
+    with _disable_current_modes():
+        divisor = torch.full((places.shape[1],), divisor_override or len(places), dtype=torch.float64)
+        if not count_include_pad and not divisor_override:
+            divisor = (places < pixels).sum(0).double()
+        shares = (1 / divisor).to(g.dtype)
+    planes = g.flatten(-2).reshape(-1, places.shape[1]) * shares
+    return _gather(planes, _readers(places, pixels)).view(len(planes), -1, pixels).sum(1).view(x.shape)
+
+
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 
@@ -61,12 +87,13 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    if not _is_one_image(x, transposed, groups):
+    if not _is_one_image(x, transposed):
         return NotImplemented
-    places = _places(x.shape[2:], weight.shape[2:], stride, padding, dilation)
-    result = weight.flatten(1) @ _gather(x.flatten(2)[0], places)
+    geometry = _geometry(x, weight, stride, padding, dilation)
+    patches = _gather(x.flatten(2)[0], _places(*geometry))
+    result = _grouped(_grouped(weight.flatten(1), groups) @ _grouped(patches, groups), 1)
     result = result if bias is None else result + bias.unsqueeze(1)
-    return result.view(1, len(weight), *_output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation))
+    return result.view(1, len(weight), *_output_size(*geometry)[4 - x.dim() :])
 
 
 def convolution_backward(
@@ -82,25 +109,47 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    if not _is_one_image(x, transposed, groups):
+    if not _is_one_image(x, transposed):
         return NotImplemented
-    places = _places(x.shape[2:], weight.shape[2:], stride, padding, dilation)
+    places = _places(*_geometry(x, weight, stride, padding, dilation))
     g = g.flatten(2)[0]  # (outputs, places)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
-        readers = _readers(places, x.shape[2] * x.shape[3])
-        transposed_weight = weight.transpose(0, 1).reshape(weight.shape[1], -1)  # (inputs, outputs × kernel)
-        grad_x = (transposed_weight @ _gather(g, readers)).view(x.shape)
+        readers = _readers(places, x.shape[2:].numel())
+        by_group = weight.view(groups, len(weight) // groups, weight.shape[1], -1)
+        transposed_weight = by_group.transpose(1, 2).flatten(0, 1).flatten(1)  # (inputs, outputs of a group × kernel)
+        rows = _grouped(transposed_weight, groups) @ _grouped(_gather(g, readers), groups)
+        grad_x = rows.reshape(x.shape)
     if output_mask[1]:
-        patches = _gather(x.flatten(2)[0], places)
-        grad_weight = (patches @ g.t()).t().reshape(weight.shape)
+        patches = _grouped(_gather(x.flatten(2)[0], places), groups)
+        grad_weight = (patches @ _grouped(g, groups).mT).mT.reshape(weight.shape)
     if output_mask[2]:
         grad_bias = g.sum(1)
     return grad_x, grad_weight, grad_bias
 
 
-def _is_one_image(x: Tensor, transposed: bool, groups: int) -> bool:
-    return x.dim() == 4 and len(x) == 1 and groups == 1 and not transposed and x.is_floating_point()
+def _is_one_image(x: Tensor, transposed: bool) -> bool:
+    """Test for one image, or one sequence."""
+    return x.dim() in (3, 4) and len(x) == 1 and not transposed and x.is_floating_point()
+
+
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+
+
+def _geometry(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Geometry:
+    """Sizes of image and kernel, and settings, in two dimensions: a sequence is an image with one row."""
+    if x.dim() == 4:
+        return x.shape[2:], weight.shape[2:], stride, padding, dilation
+    return (1, *x.shape[2:]), (1, *weight.shape[2:]), (1, *stride), (0, *padding), (1, *dilation)
+
+
+def _grouped(matrix: Tensor, groups: int) -> Tensor:
+    """Matrix (rows, columns) as (groups, rows of a group, columns), and back for one group."""
+    if groups > 1:
+        return matrix.view(groups, -1, matrix.shape[-1])
+    return matrix if matrix.dim() == 2 else matrix.flatten(0, 1)
 
 
 def _output_size(

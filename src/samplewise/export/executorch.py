@@ -12,6 +12,7 @@ from samplewise.export.decompositions import decompositions as decompositions
 from samplewise.export.graph import Method, UpdateProgram
 from samplewise.export.simplify import simplify
 from samplewise.export.summary import Memory, metadata
+from samplewise.step.compiled import CannotCompile
 
 STATE_METHODS = ("get_state", "set_state")
 ACTIVATIONS, SHARED = 1, 2  # memory arenas of ExecuTorch: intermediate results, and buffers that methods share
@@ -61,8 +62,19 @@ def write(program: UpdateProgram, path: Path) -> tuple[Memory, list[str]]:
         mutable=max(size[SHARED] for size in sizes) or mutable,
         scratch=max(size[ACTIVATIONS] for size in sizes),
     )
-    operators = {f"{op.name}.{op.overload}".rstrip(".") for plan in plans for op in plan.operators}
-    return memory, sorted(operators)
+    operators = sorted({f"{op.name}.{op.overload}".rstrip(".") for plan in plans for op in plan.operators})
+    _check_kernels(operators)
+    return memory, operators
+
+
+def _check_kernels(operators: Sequence[str]) -> None:
+    """Raise CannotCompile for an operator without a kernel: loading the file would fail with an error number."""
+    from executorch.runtime import Runtime
+
+    missing = sorted(set(operators) - set(Runtime.get().operator_registry.operator_names))
+    if missing:
+        names = ", ".join(missing)
+        raise CannotCompile(f"ExecuTorch has no kernel for {names}; replace the layer, or write a .pt2 file")
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------

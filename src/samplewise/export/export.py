@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from samplewise.core.text import Table, Tabular, notify_if_slow, plural
 from samplewise.errors import ExportError, SamplewiseError
 from samplewise.export import aotinductor, executorch
 from samplewise.export.graph import Forward, trace_program
+from samplewise.export.runtime import quiet_imports
 from samplewise.export.verification import Deviation, verify
 from samplewise.step.compiled import CannotCompile, inductor
 from samplewise.step.compiled.optim import FORMULAS, Formula, formula_of
@@ -100,14 +100,14 @@ def export_update(
     """
     target = Path(path)
     writer = _format_of(target)
-    with _quietly():
+    with quiet_imports():
         writer.require()
     formula = _check_step(step)
     _check_example(step, example)
     forward = _forward(predict, example)
     notify = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     with notify_if_slow(notify, f"exporting and verifying {target} ..."), _new_file(target) as temporary:
-        with _refusals(), _quietly():
+        with _refusals(), quiet_imports(), torch.enable_grad():
             inductor.load_compiler()
             program = trace_program(step, formula, example, forward, writer.decompositions())
             memory, operators = writer.write(program, temporary)
@@ -159,6 +159,7 @@ def _check_step(step: Step) -> Formula:
         f"precision={config.precision!r}": config.precision not in (None, "32"),
         "transforms that add noise": bool(chain.on_sum),
         "transforms that group samples or use reference gradients": bool(chain.grouping or chain.samples.references),
+        f"transforms with a state, such as {chain!r}": bool(chain.states),
         'aggregate=sw.per("group")': config.aggregate is not None and config.aggregate.key is not None,
         "a model that is not in CPU memory": evaluator.trained.device.type != "cpu",
         "samples that are accumulated but not applied": step._has_pending_samples,
@@ -166,8 +167,10 @@ def _check_step(step: Step) -> Formula:
     for reason, holds in reasons.items():
         if holds:
             raise ExportError(f"the update cannot be exported with {reason}.")
-    if config.samples is None:
-        raise ExportError("an exported update has a fixed number of samples; found samples=None. Write samples=1.")
+    if type(config.samples) is not int:
+        raise ExportError(
+            f"an exported update has a fixed number of samples; found samples={config.samples}. Write samples=1."
+        )
     if any(p.dtype != torch.float32 for p in evaluator.trained.trainable().values()):
         raise ExportError("exported updates compute in float32; found trained parameters of another dtype.")
     _check_first_update(step, formula)
@@ -255,11 +258,3 @@ def _refusals() -> Iterator[None]:
     except Exception as error:
         line = str(error).strip().partition("\n")[0].rstrip(".")
         raise ExportError(f"the update cannot be exported: {type(error).__name__}: {line}.") from error
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Ignore warnings of tracer, exporter and compiler, and of their imports."""
-    with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")
-        yield

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +16,21 @@ import torch
 from torch import Tensor
 
 from samplewise.errors import ExportError
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Ignore warnings of exporters and runtimes, and of their imports, which also log the kernels for GPUs that they do
+    not find.
+    """
+    threshold = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(max(threshold, logging.WARNING))
+        try:
+            yield
+        finally:
+            logging.disable(threshold)
 
 
 class UpdateResult(NamedTuple):
@@ -81,7 +99,8 @@ class ExecuTorchUpdate(LoadedUpdate):
     """Update in a .pte file."""
 
     def __init__(self, path: Path):
-        from executorch.runtime import Runtime
+        with quiet_imports():
+            from executorch.runtime import Runtime
 
         program = Runtime.get().load_program(path)
         # All methods are loaded before the first call; `update` initializes the state that they share.
@@ -108,7 +127,8 @@ class AOTInductorUpdate(LoadedUpdate):
     """Update in a .pt2 file; the state is here."""
 
     def __init__(self, path: Path):
-        from torch._inductor.package.package import load_package
+        with quiet_imports():
+            from torch._inductor.package.package import load_package
 
         def load(name: str) -> Any:
             return load_package(str(path), model_name=name)

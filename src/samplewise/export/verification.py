@@ -48,8 +48,8 @@ class Deviation:
     """Differences from uncompiled updates, added up over `updates` updates.
 
     outputs, parameters: relative to the sum of the losses, norms and weights, and of the changes of the parameters.
-    rounding: number of updates left out because changing the parameters by a rounding has as large an effect, as at the
-    kink of a ReLU, or with a gradient that is zero up to rounding.
+    rounding: number of updates in which a tensor was left out because roundings of the parameters change it as much: at
+    the kink of a ReLU, or if its gradient is zero up to rounding.
     """
 
     updates: int
@@ -62,7 +62,7 @@ class Deviation:
             f"relative difference {self.outputs:.0e} (losses, norms, weights), {self.parameters:.0e} (parameters) in "
             f"{self.updates} updates"
         )
-        return text + (f"; {self.rounding} of them depend on rounding" if self.rounding else "")
+        return text + (f"; in {self.rounding} of them a tensor depends on rounding" if self.rounding else "")
 
 
 def verify(step: Step, path: Path, program: UpdateProgram, example: Any, tolerance: float) -> Deviation:
@@ -78,7 +78,8 @@ def verify(step: Step, path: Path, program: UpdateProgram, example: Any, toleran
             )
 
     uncompiled = UncompiledUpdates(step, program, batches)
-    sums = {name: DifferenceSum(name, tolerance, length) for name in (*OUTPUTS, *program.state)}
+    # One sum for each tensor of `segment`, in its order. A parameter may have the name of an output, such as "weight".
+    sums = [DifferenceSum(name, tolerance, length) for name in (*OUTPUTS, *program.state)]
     updates = rounding = 0
     with uncompiled.running():
         for k, after in enumerate(run.states[1:]):
@@ -89,12 +90,14 @@ def verify(step: Step, path: Path, program: UpdateProgram, example: Any, toleran
                 break
             outputs = [run.outputs[name][rows.start : rows.stop] for name in OUTPUTS]
             starts = [torch.zeros_like(values) for values in outputs] + before
-            unclear: list[tuple[DifferenceSum, Tensor, Tensor]] = []
-            for total, a, b, start in zip(sums.values(), [*outputs, *after], expected, starts, strict=True):
-                if not total.add(a, b, start):
-                    unclear.append((total, a, b))
+            results = [*outputs, *after]
+            unclear = [k for k, total in enumerate(sums) if not total.add(results[k], expected[k], starts[k])]
             if unclear:
-                uncompiled.explain(unclear, list(sums.values()), rows, before)
+                effects = uncompiled.rounding_effects(rows, before, expected)
+                for k in unclear:
+                    difference, allowed = _distance(results[k], expected[k]), AMPLIFIED * effects[k]
+                    if not difference <= allowed:
+                        raise _difference(sums[k].name, difference, allowed)
                 rounding += length
             updates = rows.stop
     if updates < min(LEAST, len(batches)):
@@ -102,15 +105,19 @@ def verify(step: Step, path: Path, program: UpdateProgram, example: Any, toleran
             "the update cannot be verified: on random data near the example, uncompiled updates have a non-finite loss "
             f"or gradient after {updates}. Use another example, a smaller learning rate, or sw.clip."
         )
-    for total in sums.values():
+    for total in sums:
         total.check()
     prediction = _predict(program, run.states[1], batches[0])
     for a, b in zip(run.prediction, prediction, strict=True):
         if not _distance(a, b) <= (tolerance + 4 * ROUNDING) * _norm(b):
             raise _difference("the prediction", _distance(a, b), tolerance * _norm(b))
-    trained = [sums[name] for name in step._evaluator.trained.trainable() if name in sums]
+    output_sums, state_sums = sums[: len(OUTPUTS)], sums[len(OUTPUTS) :]
+    trained = [total for total in state_sums if total.name in step._evaluator.trained.trainable()]
     return Deviation(
-        updates, max(sums[name].relative([sums[name]]) for name in OUTPUTS), DifferenceSum.relative(trained), rounding
+        updates,
+        max(DifferenceSum.relative([total]) for total in output_sums),
+        DifferenceSum.relative(trained),
+        rounding,
     )
 
 
@@ -253,27 +260,14 @@ class UncompiledUpdates:
         after = [self._value(name, t, rows.stop) for name, t in self._program.state.items()]
         return [torch.stack(values) for values in zip(*outputs, strict=True)] + after
 
-    def explain(
-        self,
-        unclear: list[tuple[DifferenceSum, Tensor, Tensor]],
-        sums: Sequence[DifferenceSum],
-        rows: range,
-        state: Sequence[Tensor],
-    ) -> None:
-        """Raise ExportError unless changing the parameters by roundings has effects as large as these differences."""
+    def rounding_effects(self, rows: range, state: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+        """Largest changes of the results of a segment if the parameters are changed by a few roundings."""
         generator = torch.Generator().manual_seed(SEED)
-        effects = dict.fromkeys((total.name for total, _, _ in unclear), 0.0)
+        effects = [0.0] * len(expected)
         for _ in range(NEARBY):
-            nearby = self.segment(rows, state, generator)
-            values = dict(zip((total.name for total in sums), nearby or (), strict=False))
-            for total, _, expected in unclear:
-                if total.name in values:
-                    effects[total.name] = max(effects[total.name], _distance(values[total.name], expected))
-            if all(_distance(a, b) <= AMPLIFIED * effects[total.name] for total, a, b in unclear):
-                return
-        for total, a, b in unclear:
-            if not _distance(a, b) <= AMPLIFIED * effects[total.name]:
-                raise _difference(total.name, _distance(a, b), AMPLIFIED * effects[total.name])
+            nearby = self.segment(rows, state, generator) or expected
+            effects = [max(effect, _distance(a, b)) for effect, a, b in zip(effects, nearby, expected, strict=True)]
+        return effects
 
     @torch.no_grad()
     def _write(self, updates: int, state: Sequence[Tensor], generator: Any) -> None:

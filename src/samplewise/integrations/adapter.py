@@ -28,11 +28,12 @@ from samplewise.engine.ownership.independence import norms_only_recorded
 from samplewise.errors import BatchError, PrivacyError, SamplesInteractError
 from samplewise.integrations.norm_log import NormLog
 from samplewise.ledger.ledger import Ledger
+from samplewise.parallel import collectives
 from samplewise.step.backward import BackwardResult, HasBackward, Rest, backward, check_rest, run_pass, without_norms
 from samplewise.transforms.chain import Chain, chain
 from samplewise.transforms.per import Per
 from samplewise.transforms.stats import SampleStats
-from samplewise.transforms.transform import SampleTransform
+from samplewise.transforms.transform import UnitTransform
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Adapter:
         self.rest = rest
         self._passes: list[BatchPass] = []  # of the open accumulation window
         self._log = NormLog()
+        for state in chain.states:
+            state.commits_each_pass = False
 
     @property
     def per_sample(self) -> bool:
@@ -150,7 +153,7 @@ class Adapter:
         if scale is not None:
             losses = None if losses is None else losses * scale
             counts = scale if counts is None else counts * scale
-            transforms = chain(SampleTransform("scale", "1/unit", lambda stats: scale), transforms)
+            transforms = chain(UnitTransform("scale", "1/unit", lambda stats: scale), transforms)
         if self.per_sample and (transforms.transforms or denominator is not None):
             try:
                 results = backward(
@@ -176,7 +179,7 @@ class Adapter:
         else:
             run_pass(through, values.loss, retain_graph)
             results = without_norms(values.samples, values.loss.device, losses, counts)
-        if self.ledger is None and not self._logs_norms:
+        if self.ledger is None and not (self._logs_norms or self.chain.states):
             return
         stats = results.stats if scale is None else in_units(results.stats, scale)
         entries: dict[Hashable, Any] = {} if values.ids is None else {self.id_key: values.ids}
@@ -207,11 +210,14 @@ class Adapter:
         epoch: int | None = None,
         log: str = "samplewise",
     ) -> None:
-        """Write the passes of an update to the ledger. Every rank must call it.
+        """Write the passes of an update to the ledger, and change the states of transforms. Every rank must call it.
 
         epoch: default that of each pass
         log: first part of the names under which the norms are logged
         """
+        for state in [] if skipped or not passes else self.chain.states:
+            values = torch.cat([state.values(results.stats) for results, _, _ in passes])
+            state.commit(torch.cat(collectives.all_gather_tensors(values.double())))
         for results, entries, number in passes:
             if self._logs_norms:
                 self._log.add(log, results, entries.get(self.id_key))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from samplewise.core.files import absolute
-from samplewise.core.losses import PREDICTION_COLUMNS
+from samplewise.core.losses import PREDICTION_COLUMNS, PROBABILITY
 from samplewise.core.state import RandomState
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
@@ -55,7 +55,7 @@ class TrainerOfLedger(Protocol):
 class Ledger:
     """Callback that records each sample at each visit: id, epoch, update, loss, gradient norm, weight, and the columns
     that the loss function returns beside the losses. With nn.CrossEntropyLoss and one class index per sample, these are
-    label, prediction and margin. Read it with `sw.read_ledger(run)` or any Parquet reader.
+    label, prediction, margin, confidence and el2n. Read it with `sw.read_ledger(run)` or any Parquet reader.
 
         trainer = sw.Trainer(step, "runs/first", callbacks=[sw.Ledger()])
 
@@ -73,6 +73,8 @@ class Ledger:
     the index of each sample under the default key "id". Without it, the ids of batches (x, y, names) are the names
     columns: other entries of the batch to record: keys, or a dict of column names and keys
     norms: False records NaN instead of gradient norms, which saves their cost unless a transform needs them
+    probabilities: True also records the probabilities of all classes with nn.CrossEntropyLoss, for cleanlab: columns
+    probability/0, probability/1, ...
     rows_per_file: rows of each rank after which a file is written; with a trainer, also at every checkpoint
     show: preview of a sample in the report: a function of the id that returns an image, a text, or a mapping or vector
     of values, alone or in a tuple with a label. None: the item of the dataset inside `sw.Indexed`. False: no previews
@@ -88,6 +90,7 @@ class Ledger:
         id: Hashable = "id",
         columns: Iterable[Hashable] | Mapping[str, Hashable] = (),
         norms: bool = True,
+        probabilities: bool = False,
         rows_per_file: int = 100_000,
         show: Callable[[Any], Any] | Literal[False] | None = None,
         features: Iterable[str] | None = None,
@@ -108,6 +111,7 @@ class Ledger:
         load_pyarrow()  # raises now, not after an epoch, if pyarrow is missing
         self.run = None if run is None else absolute(run)
         self.norms = norms
+        self.probabilities = probabilities
         self.rows_per_file = rows_per_file
         self.show = show
         self._names = Names(_as_names("features", features), _as_names("classes", classes))
@@ -142,6 +146,7 @@ class Ledger:
         if not hasattr(step, "require"):
             raise TypeError(f"listen needs the sw.Step of the training; found {type(step).__name__}. Pass the step.")
         predictions = [name for name in PREDICTION_COLUMNS if name not in self._keys]
+        predictions += [PROBABILITY] if self.probabilities else []
         step.require(norms=self.norms, columns=self._keys, predictions=predictions)
 
     def add(self, update: Update, epoch: int | None = None) -> None:

@@ -1,6 +1,7 @@
 """Ids of samples: added to the samples of a dataset, carried through its collate_fn, and removed before the loss.
 
 Indexed           dataset wrapper for users: the id is an entry of each sample, and of each batch
+WeightedIndex     index of a sample from `sw.ImportanceSampler`; `Indexed` adds its weight as a further entry
 NumberedDataset   wrapper for the library: the collate_fn and the loss get the samples and batches without ids
 IdCollator        collates the samples without their ids, then adds the ids to the batch
 without_id, split_entries   remove ids from a batch
@@ -24,6 +25,8 @@ class IndexedItem(tuple[Any, ...]):
     Lightning and Accelerate move batches to a device without changing the class.
     """
 
+    _added: tuple[str, ...] = ("id",)  # names of the last entries
+
     def __new__(cls, *items: Any) -> IndexedItem:
         return super().__new__(cls, items)
 
@@ -32,7 +35,7 @@ class IndexedItem(tuple[Any, ...]):
 
     @property
     def _fields(self) -> tuple[str, ...]:
-        return (*(f"item{k}" for k in range(len(self) - 1)), "id")
+        return (*(f"item{k}" for k in range(len(self) - len(self._added))), *self._added)
 
     def _asdict(self) -> dict[str, Any]:
         return dict(zip(self._fields, self, strict=True))
@@ -45,12 +48,51 @@ class IndexedItem(tuple[Any, ...]):
         return tuple(self)[:-1]
 
 
+class WeightedItem(IndexedItem):
+    """Tuple (*items, importance, id)."""
+
+    _added = ("importance", "id")
+
+    @property
+    def importance(self) -> Any:
+        return tuple(self)[-2]
+
+
+class WeightedIndex(int):
+    """Index of a sample that was drawn with a probability p, with its weight 1/(n p), which goes with the index to the
+    workers of a DataLoader.
+
+    draw: number of the draw in the epoch. It is in the `repr`, by which the trainer seeds the augmentation of a sample,
+    so that a sample that is drawn twice is augmented in two ways.
+    """
+
+    weight: float
+    draw: int
+
+    def __new__(cls, index: int, weight: float, draw: int) -> WeightedIndex:
+        new = super().__new__(cls, index)
+        new.weight = weight
+        new.draw = draw
+        return new
+
+    def __repr__(self) -> str:
+        return f"WeightedIndex({int(self)}, {self.weight!r}, draw={self.draw})"
+
+    __str__ = int.__repr__
+
+    def __reduce__(self) -> Any:
+        return WeightedIndex, (int(self), self.weight, self.draw)
+
+
 class Indexed(Dataset[Any]):
     """Dataset wrapper that adds the index of each sample, for the ledger and for per-sample weights.
 
     A dict gets the key "id"; (x, y) becomes (x, y, id), and any other item becomes (item, id). The batches of a
     DataLoader have the same form, and `batch.id` is their last element. A criterion such as nn.CrossEntropyLoss()
     ignores the id; a custom loss function has to unpack three elements.
+
+    With `sw.ImportanceSampler` as the batch sampler, the weight of the draw is added as "importance": (x, y) becomes
+    (x, y, importance, id).
     """
 
     def __init__(self, dataset: Any):
@@ -72,9 +114,17 @@ class Indexed(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        item = self.dataset[index]
+        columns: Columns = {"id": index}
+        if isinstance(index, WeightedIndex):
+            columns = {"importance": index.weight, "id": int(index)}
+        item = self.dataset[columns["id"]]
+        if isinstance(item, Mapping) and not columns.keys() & item.keys():
+            return {**item, **columns}
         if isinstance(item, Mapping) and "id" not in item:
-            return {**item, "id": index}
+            raise TypeError(
+                "Indexed must be able to add the weight of a draw as 'importance'; found a dict that has this key. "
+                "Rename it."
+            )
         if isinstance(item, Mapping) or hasattr(item, "_fields"):
             description = (
                 "a dict that has an id" if isinstance(item, Mapping) else f"the named tuple {type(item).__name__}"
@@ -83,7 +133,8 @@ class Indexed(Dataset[Any]):
                 f"Indexed must be able to add an id to a sample; found {description}. Remove Indexed, and pass the key "
                 "of the samples' own id: Ledger(id=...)."
             )
-        return IndexedItem(*item, index) if isinstance(item, (tuple, list)) else IndexedItem(item, index)
+        kind = WeightedItem if "importance" in columns else IndexedItem
+        return kind(*(item if isinstance(item, (tuple, list)) else [item]), *columns.values())
 
 
 # --- ids that are hidden from the collate_fn and the loss ------------------------------------------------------------

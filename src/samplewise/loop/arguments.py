@@ -8,6 +8,8 @@ from typing import Any
 
 from samplewise.errors import PrivacyError
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, ModelCheckpoint
+from samplewise.loop.data.importance import ImportanceSampler
+from samplewise.loop.data.sharding import ShardedLoader
 from samplewise.loop.stopping import Duration
 from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
@@ -58,6 +60,18 @@ def check_resume(resume: Any, run: Path | None) -> None:
         )
     if resume and run is None:
         raise ValueError("resume=True needs a run directory; found none. Use Trainer(..., run='runs/name').")
+
+
+def check_sampler(loader: Any, callbacks: Iterable[Any]) -> None:
+    """Raise TypeError if an ImportanceSampler would get no scores, or the same draws on every rank."""
+    sharded = isinstance(loader, ShardedLoader)
+    sampler = getattr(loader.loader if sharded else loader, "batch_sampler", None)
+    if isinstance(sampler, ImportanceSampler) and (sharded or all(callback is not sampler for callback in callbacks)):
+        problem = "a loader marked by sw.already_sharded. Pass the loader" if sharded else "a sampler that is not. Use"
+        raise TypeError(
+            "the ImportanceSampler of a loader must be among the callbacks, which update its scores, and the trainer "
+            f"shares its batches among ranks; found {problem} with Trainer(step, run, callbacks=[sampler])."
+        )
 
 
 def check_private(

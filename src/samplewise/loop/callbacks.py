@@ -1,28 +1,35 @@
-"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor, SetLR, MaxTime and LayerGradNorms."""
+"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor, SetLR, MaxTime, Quarantine and LayerGradNorms."""
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from samplewise.core.files import QUARANTINE_FILE, read_json_lines
+from samplewise.core.state import RandomState
 from samplewise.core.text import plural
-from samplewise.errors import CheckpointError
+from samplewise.errors import CheckpointError, TrainingWarning
+from samplewise.ledger.previews import MAX_PREVIEWS, indexed_items, preview
 from samplewise.loop.checkpoint.encoding import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.io import remove_checkpoint
 from samplewise.loop.checkpoint.state import savable
+from samplewise.loop.quarantine import dropped_samples, finite_json
+from samplewise.loop.run_dir import Log
 from samplewise.loop.stopping import interval
 from samplewise.parallel import collectives
 from samplewise.step.config import FunctionalOptimizer
 from samplewise.step.step import Step
-from samplewise.step.update import Update
+from samplewise.step.update import Update, has_dropped
 
 if TYPE_CHECKING:
     from samplewise.loop.trainer import Trainer
@@ -306,6 +313,108 @@ class MaxTime:
     def on_update(self, trainer: Trainer) -> None:
         if time.monotonic() - self._started > self.seconds:
             trainer.stop(f"time limit of {self.seconds} s reached")
+
+
+class Quarantine:
+    """Write the samples that `sw.guard` drops to quarantine.jsonl in the run directory, one JSON object per line, and
+    show them in the report.
+
+    id: key of the batch under which the sample ids are. None: "id" if the dataset is inside `sw.Indexed`, else the
+    samples have no ids.
+    show: preview of a sample, as in `Ledger`: a function of the id; None: the item of the dataset inside `sw.Indexed`;
+    False: no previews. The first line of each sample has the preview.
+
+    update    index of the update, from 0
+    rank, position
+              process and place of the sample in its part of the update, from 0
+    id        id of the sample; null without ids
+    reason    "loss" or "gradient" if that is not finite, else "norm"
+    loss, norm
+              null if not finite; norm is that of the whole gradient, before any transform
+    layer     parameter with the largest part of the norm, or the first whose gradient is not finite; null if the loss
+              is not finite
+    preview   as in previews.json
+
+    A resumed run removes the lines that are newer than its checkpoint.
+    """
+
+    def __init__(self, id: Hashable = None, show: Callable[[Any], Any] | Literal[False] | None = None):
+        if not (show is None or show is False or callable(show)):
+            raise TypeError(f"show must be a function of the id, None or False; found {show!r}.")
+        self.id = id
+        self.show = show
+        self._log: Log | None = None  # on rank 0, while fit runs
+        self._bytes = 0  # length of the file when fit started or ended
+        self._item: Callable[[Any], Any] | None = None
+        self._shown: set[str] = set()  # samples with previews
+
+    def on_fit_start(self, trainer: Trainer, step: Step) -> None:
+        if not step.transforms.drops:
+            raise ValueError(
+                f"Quarantine needs a step with sw.guard; found transforms={step.transforms!r}. Pass "
+                "Step(transforms=[sw.guard()])."
+            )
+        items = indexed_items(trainer.loader)
+        key = "id" if self.id is None and items is not None else self.id
+        if key is not None:
+            step.require(columns={"id": key})
+        self._item = items if self.show is None else self.show or None
+        if trainer.fast_dev_run:
+            return
+        if trainer.run is None:
+            raise CheckpointError("Quarantine needs a run directory; found none. Use Trainer(..., run='runs/name').")
+        if collectives.rank() == 0:
+            path = trainer.run / QUARANTINE_FILE
+            self._log = Log(path, self._bytes)
+            self._shown = {str(line["id"]) for line in read_json_lines(path) if line.get("preview")}
+
+    def on_update(self, step: Step, update: Update) -> None:
+        dropped = has_dropped(update)
+        if not collectives.all_reduce_scalars(dropped)[0]:
+            return
+        lines = dropped_samples(update, list(step._evaluator.trained.named)) if dropped else []
+        for line in chain.from_iterable(collectives.all_gather_object(lines)):
+            if self._log is not None:
+                self._log.write(**line, preview=self._preview(line["id"]))
+
+    def _preview(self, sample_id: Any) -> Any:
+        """Preview of a sample that has none yet; None if it fails, with a warning."""
+        if self._item is None or sample_id is None or str(sample_id) in self._shown or len(self._shown) >= MAX_PREVIEWS:
+            return None
+        self._shown.add(str(sample_id))
+        random_state = RandomState()  # datasets may draw random numbers
+        try:
+            return finite_json(preview(self._item(sample_id)))
+        except Exception as why:
+            self._item = None
+            warnings.warn(
+                f"samples must be accessible by id to be shown; found {type(why).__name__}: {why}. Pass "
+                "Quarantine(show=function of the id), or show=False.",
+                TrainingWarning,
+                stacklevel=2,
+            )
+            return None
+        finally:
+            random_state.restore()
+
+    def on_fit_end(self) -> None:
+        self._close()
+
+    def on_error(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._log is not None:
+            self._bytes = self._log.position()
+            self._log.close()
+            self._log = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bytes": self._bytes if self._log is None else self._log.position()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check(state, {"bytes": COUNT})
+        self._bytes = state["bytes"]
 
 
 NO_GRADIENTS = (

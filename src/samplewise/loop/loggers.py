@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samplewise.core.files import absolute
+from samplewise.core.package import import_package
 from samplewise.parallel import collectives
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class TensorBoard(Logger):
     """Write scalars for TensorBoard to `directory`; by default to "tensorboard" in the run directory."""
 
     def __init__(self, directory: str | Path | None = None):
-        _import_library("tensorboard", self)
+        import_package("tensorboard", "TensorBoard")
         self.directory = None if directory is None else absolute(directory)
         self._writer = None
         self._make_writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
@@ -144,7 +145,7 @@ class WandB(TrackingLogger):
     """Log scalars to Weights & Biases. Takes the arguments of `wandb.init`."""
 
     def __init__(self, **init: Any):
-        self._wandb = _import_library("wandb", self)
+        self._wandb = import_package("wandb", "WandB")
         self.init = init
         self._run: Any = None
 
@@ -165,7 +166,7 @@ class MLflow(TrackingLogger):
     """Log scalars to MLflow. Takes the arguments of `mlflow.start_run`."""
 
     def __init__(self, **start: Any):
-        self._mlflow = _import_library("mlflow", self)
+        self._mlflow = import_package("mlflow", "MLflow")
         self.start = start
 
     def _open(self, trainer: Trainer) -> None:
@@ -181,13 +182,6 @@ class MLflow(TrackingLogger):
 
 
 # --- shared functions ----------------------------------------------------------------------------------------------
-
-
-def _import_library(library: str, logger: Logger) -> Any:
-    try:
-        return import_module(library)
-    except ImportError as why:
-        raise ImportError(f"{type(logger).__name__} needs {library}: pip install {library}") from why
 
 
 def _log_directory(logger: Logger, directory: Path | None, trainer: Trainer, name: str = "") -> Path:

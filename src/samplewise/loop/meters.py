@@ -420,6 +420,8 @@ class Progress:
             if "loss" in fields:
                 values = f"loss {format_value(fields['loss'])}  {fields['samples_per_second']:.0f} samples/s"
             self._display.update(fields["epoch"], fields["update"], values)
+        if kind == "importance":
+            self._display.line(f"epoch {fields['epoch']}  variance ratio {format_value(fields['variance_ratio'])}")
         self._has_validation = kind == "validation" or (self._has_validation and kind != "epoch")
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:

@@ -31,12 +31,13 @@ from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank, on_rank_zero
 from samplewise.privacy.release_log import KEY_FILE
 from samplewise.privacy.release_log import LOG_FILE as RELEASE_LOG
+from samplewise.step.by_samples import SampleScheduler
 from samplewise.step.step import Step
 
 # Files of a run next to its checkpoints, saved models and run.json: of the trainer, loggers, the ledger and the report.
 RUN_FILES = (
     *("log.jsonl", "train.csv", "validation.csv", "tensorboard/events.out.tfevents.*"),
-    *("samples/part-*.parquet", "previews.json", "report.html"),
+    *("samples/part-*.parquet", "previews.json", "quarantine.jsonl", "recipe.json", "report.html"),
 )
 
 
@@ -350,9 +351,16 @@ def _step_settings(step: Step) -> dict[str, Any]:
         "model": type(step.model).__name__,
         "loss": _loss(step.loss_fn),
         "optimizer": _optimizer(step.optimizer),
-        "scheduler": None if step.scheduler is None else type(step.scheduler).__name__,
+        "scheduler": _scheduler(step.scheduler),
         **step.config.settings(),
     }
+
+
+def _scheduler(scheduler: Any) -> str | None:
+    """Return the class of the scheduler, or the arguments of `by_samples`."""
+    if isinstance(scheduler, SampleScheduler):
+        return repr(scheduler.schedule)
+    return None if scheduler is None else type(scheduler).__name__
 
 
 def _loss(loss_fn: Any) -> str:

@@ -13,7 +13,6 @@ loader fails because of it announces this, and all ranks go back to the beginnin
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -24,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from samplewise.core.state import RandomState
 from samplewise.core.text import Table, Tabular, plural
+from samplewise.core.validate import parse_interval
 from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.parallel import collectives
@@ -71,12 +71,7 @@ class Duration:
 
 def interval(name: str, every: Any, units: Sequence[Unit] = ("up", "ep", "samples")) -> Duration:
     """Parse the argument `name`, an interval in one of the units; a number counts updates."""
-    text = f"{every}up" if type(every) is int else every
-    match = re.fullmatch(f"([1-9][0-9]*)({'|'.join(units)})", text) if isinstance(text, str) else None
-    if match is None:
-        examples = " or ".join(EXAMPLES[unit] for unit in units)
-        raise ValueError(f"{name} must be a duration such as {examples}; found {every!r}.")
-    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]
+    return Duration(*parse_interval(name, every, {unit: EXAMPLES[unit] for unit in units}))
 
 
 def end_of_training(epochs: Any = None, updates: Any = None) -> Duration:

@@ -162,6 +162,7 @@ class Trainer(CheckedAttributes):
             options = {"overfit_batches": overfit_batches is not None, "fast_dev_run": fast_dev_run}
             arguments.check_private(self.step, self.log_every, callbacks, validate, options)
             arguments.check_resume(resume, self.run)
+            arguments.check_sampler(loader, callbacks)
 
             # Open loader and run directory, and load the newest checkpoint. Callbacks may change the settings then.
             data = self._open(loader, overfit_batches, resume)
@@ -242,6 +243,12 @@ class Trainer(CheckedAttributes):
         costs = {"phases": self._timer.read(data.seconds_waited), "memory": peak_memory(self.device)}
         if not self._loss_meter.hides_samples:
             line = {"samples": counters.samples, **line}
+        sizes = self.step._windows.sizes
+        if not sizes.is_fixed:
+            line["samples_per_update"] = self.step.samples
+        if sizes.follower is not None and sizes.follower.average.weight:
+            noise = sizes.follower.average.value._numbers()
+            self.write("noise", update=counters.updates, batch=self.step.samples, **noise)
         self.write("train", epoch=self._epoch + 1, update=counters.updates, **line, **costs)
         if self._noted_loading:
             return
@@ -349,6 +356,12 @@ class Trainer(CheckedAttributes):
             self._files.describe(**run_metadata(self.step, self.loader, self.device, **settings))
         return self._loader
 
+    def _resume_from(self, state: dict[str, Any], loader: Iterable[Any]) -> None:
+        """Continue from the state of a checkpoint, without a run directory. Call it before `fit`."""
+        self._open(loader, None, resume=False)
+        self._run_state.start()
+        self._load(state)
+
     def _note_changed_settings(self) -> None:
         """After a resume, write a line of kind "note" if settings differ from those of the checkpoint, and warn unless
         they were set by a callback.
@@ -364,7 +377,7 @@ class Trainer(CheckedAttributes):
         if until.unit == "up":
             return until.number
         per_epoch = 1 if self.fast_dev_run else data.updates_per_epoch(self.step.samples)
-        if per_epoch is None:
+        if per_epoch is None or not (self.fast_dev_run or self.step._windows.sizes.is_fixed):
             return None
         if self.step.privacy is not None:  # a pass ends at a multiple of its draws, also if it is resumed inside
             return per_epoch * until.number

@@ -29,8 +29,9 @@ def check_step(step: object) -> Step:
     grouped = chain.grouping is not None or (aggregate is not None and aggregate.key is not None)
     problems: list[tuple[bool, str]] = [
         (
-            step.samples != 1,
-            f"samples=1, because each update has one sample; found samples={step.samples}. Create Step(..., samples=1)",
+            step.config.samples != 1,
+            f"samples=1, because each update has one sample; found samples={step.config.samples}. Create "
+            "Step(..., samples=1)",
         ),
         (
             step.privacy is not None,

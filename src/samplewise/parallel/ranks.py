@@ -80,7 +80,9 @@ class Ranks(Parallel):
         self._kept = window.samples if self.carried else 0
         self._kept_first = self.dealt
         self.dealt = -self.carried
-        window.share = None if samples is None else window.samples + self._held(samples - self.carried)
+        # The size of a new window may depend on the last update of this pass, which is not applied yet.
+        open_size = samples if self.carried else None
+        window.share = None if open_size is None else window.samples + self._held(open_size - self.carried)
 
     def positions(self, samples: int) -> Tensor:
         sizes = collectives.all_gather_rows(torch.tensor([[self._kept, samples - self._kept]])).tolist()

@@ -356,7 +356,7 @@ def make_loader(
     augmentations: number of views of each sample
     dataloader_arguments: of torch.utils.data.DataLoader, except those that determine the batches
     """
-    _check_dataset(dataset)
+    check_dataset(dataset, "Poisson sampling")
     _check_numbers(sample_rate, updates, max_batch, augmentations)
     _check_arguments(dataloader_arguments)
     units = len(dataset) if users is None else Users.of(_check_ids(users, len(dataset)))
@@ -371,23 +371,22 @@ def make_loader(
     )
 
 
-def _check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: Any, subject: str) -> None:
+    """Raise TypeError or ValueError unless samples can be drawn by index; `subject`: what draws them."""
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"Poisson sampling needs a map-style dataset, with __getitem__ and __len__; found {kind}, which is read "
+            f"{subject} needs a map-style dataset, with __getitem__ and __len__; found {kind}, which is read "
             "in one order only. Store its samples in a map-style dataset."
         )
     try:
         size = len(dataset)
     except (TypeError, NotImplementedError):
         raise TypeError(
-            f"Poisson sampling needs the number of samples; found {kind} without __len__. Add __len__ to its class."
+            f"{subject} needs the number of samples; found {kind} without __len__. Add __len__ to its class."
         ) from None
     if size == 0:
-        raise ValueError(
-            f"Poisson sampling needs at least one sample; found an empty {kind}. Pass the training dataset."
-        )
+        raise ValueError(f"{subject} needs at least one sample; found an empty {kind}. Pass the training dataset.")
 
 
 def _check_numbers(sample_rate: float, updates: int, max_batch: int | None, augmentations: int) -> None:
@@ -396,13 +395,13 @@ def _check_numbers(sample_rate: float, updates: int, max_batch: int | None, augm
             f"sample_rate must be above 0 and at most 1; found {sample_rate}. It is the expected batch size divided by "
             "the number of samples."
         )
-    _check_count("updates", updates)
-    _check_count("augmentations", augmentations)
+    check_count("updates", updates)
+    check_count("augmentations", augmentations)
     if max_batch is not None:
-        _check_count("max_batch", max_batch)
+        check_count("max_batch", max_batch)
 
 
-def _check_count(name: str, value: SupportsIndex) -> None:
+def check_count(name: str, value: SupportsIndex) -> None:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number; found {value!r}. Pass an int.")
     if operator.index(value) < 1:

@@ -6,7 +6,7 @@
 
     training      sections about the course of a run: curves, time and memory, best values, epochs
     gradients     sections about gradients: norms over time, noise scale, layers
-    scatter       section of the samples: plot of loss and gradient norm, and the gallery of suspects
+    scatter       sections of the samples: gallery of suspects, plot of loss and gradient norm, data map
     charts        charts as inline SVG, in the colors of the page
     html          the page and its parts; escapes all of the user's data
     dom.js, plot.js, samples.js, reload.js, style.css    scripts and style sheet of the page

@@ -1,4 +1,5 @@
-"""Sections about gradients: "Gradient norms over time" of the samples, "Noise scale" and "Layers"."""
+"""Sections about gradients: "Gradient norms over time" of the samples, "Noise scale", "Importance
+sampling" and "Layers"."""
 
 from __future__ import annotations
 
@@ -63,6 +64,21 @@ def noise(run: RunLog) -> Section:
     return Section("Noise scale", beside(chart, explanation))
 
 
+def importance(run: RunLog) -> Section:
+    """Section "Importance sampling": variance of the draws compared with that of uniform ones."""
+    ratios = _positive(curve(run.importance, "variance_ratio", "variance ratio"))
+    if not ratios.finite:
+        return Section("Importance sampling", "")
+    drawing = lines([ratios], XRange(*run.span), "importance", "Variance ratio over updates")
+    note = (
+        "Mean square of the weighted gradients of drawn samples, divided by that of uniform sampling. Below 1 "
+        "importance sampling reduces the variance of updates; above 1 it increases it: use a larger floor, or uniform "
+        "sampling."
+    )
+    chart = figure("Variance relative to uniform sampling", drawing, [ratios.name])
+    return Section("Importance sampling", beside(chart, note_paragraph(note)))
+
+
 def _positive(estimates: Curve) -> Curve:
     """The curve with NaN in place of non-positive and infinite estimates, which carry no information."""
     return estimates._replace(points=[(x, y if y > 0 and isfinite(y) else nan) for x, y in estimates.points])
@@ -74,7 +90,7 @@ def _meaning(scales: Curve, batches: Curve) -> str:
     estimate = f"The noise scale is about {_round(scale)} samples (median of the second half of the run)"
     if not batches.finite:
         return f"{estimate}. The batch size is not known."
-    batch = median(value for _, value in batches.finite)
+    batch = median(value for _, value in batches.finite[len(batches.finite) // 2 :])
     if batch * FAR_RATIO < scale:
         return (
             f"{estimate}. The batch size {_round(batch)} is far below it: the gradient is mostly noise, and a larger "

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from samplewise.core.files import QUARANTINE_FILE
 from samplewise.ledger.files import FOLDER
 from samplewise.report import training
 from samplewise.report.compare import write_comparison
-from samplewise.report.gradients import layers, noise, norms
+from samplewise.report.gradients import importance, layers, noise, norms
 from samplewise.report.html import (
     Section,
     columns,
@@ -23,13 +24,14 @@ from samplewise.report.html import (
     write,
 )
 from samplewise.report.previews import read_previews
+from samplewise.report.quarantine import quarantine
 from samplewise.report.run_log import RunLog, is_number, read_run
 from samplewise.report.samples import read_samples
-from samplewise.report.scatter import scatter
+from samplewise.report.scatter import data_map, scatter
 
 MAX_TILES = 6  # headline figures
 INTERVAL = 5.0  # seconds between two looks at a watched run
-FILES = ("log.jsonl", "run.json", "previews.json", f"{FOLDER}/*.parquet")
+FILES = ("log.jsonl", "run.json", "previews.json", QUARANTINE_FILE, f"{FOLDER}/*.parquet")
 FileStamps = list[tuple[str, int, int]]
 
 
@@ -48,11 +50,13 @@ def report(run: RunLog, reload: float | None = None) -> str:
     samples = read_samples(run)
     previews = read_previews(run.directory)
     charts = training.charts(run)
-    of_samples = scatter(samples, previews)
+    suspects = scatter(samples, previews)
     norm_quantiles = norms(run, samples)
     of_log = [
         noise(run),
+        importance(run),
         layers(run),
+        quarantine(run),
         training.cost(run),
         training.best(run),
         training.epochs(run),
@@ -61,8 +65,9 @@ def report(run: RunLog, reload: float | None = None) -> str:
     ]
     curves = training.curves(run, charts)
     # With a ledger, the suspects come first: they are what most readers look for.
-    first = [curves, of_samples] if samples.table is None else [of_samples, curves]
-    sections = [of_samples, norm_quantiles] if run.ledger_only else [*first, norm_quantiles, *of_log]
+    of_samples = [suspects, data_map(samples)]
+    first = [curves, *of_samples] if samples.table is None else [*of_samples, curves]
+    sections = [*of_samples, norm_quantiles] if run.ledger_only else [*first, norm_quantiles, *of_log]
     # Last, because the sections add warnings about previews.
     messages = run.warnings + training.warnings(charts) + samples.warnings + previews.warnings
     head = f'<p class="quiet">{text(training.state(run))}</p>\n' + tiles(run, samples.count)

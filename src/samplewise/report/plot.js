@@ -162,16 +162,21 @@ class Plot {
     return best;
   }
 
-  cell(left, top) {
-    if (!this.grid) return null;
+  cellAt(left, top) {
+    if (!this.grid) return undefined;
     const [wide, high] = this.grid.size;
     const column = Math.floor(wide * (left - this.across(0)) / (this.across(1) - this.across(0)));
     const row = Math.floor(high * (top - this.down(0)) / (this.down(1) - this.down(0)));
-    const found = this.grid.cells.find(cell => cell[0] === column && cell[1] === row);
+    return this.grid.cells.find(cell => cell[0] === column && cell[1] === row);
+  }
+
+  cell(left, top) {
+    const found = this.cellAt(left, top);
+    if (!found) return null;
+    const [wide, high] = this.grid.size, [column, row] = found;
     const span = (scale, k, cells) =>
       `${written(scale.value(k / cells))} to ${written(scale.value((k + 1) / cells))}`;
-    return found ? [["samples", found[2]], [this.x.name, span(this.x, column, wide)],
-      [this.y.name, span(this.y, row, high)]] : null;
+    return [["samples", found[2]], [this.x.name, span(this.x, column, wide)], [this.y.name, span(this.y, row, high)]];
   }
 
   hover(k, left = -1, top = -1) {
@@ -198,7 +203,8 @@ class Plot {
   }
 
   click(event) {
-    const k = this.nearest(event.offsetX, event.offsetY, event.pointerType === "touch" ? 24 : 12);
+    const near = this.nearest(event.offsetX, event.offsetY, event.pointerType === "touch" ? 24 : 12);
+    const k = near ?? this.cellAt(event.offsetX, event.offsetY)?.[3] ?? null;  // a cell may have one of its samples
     this.hover(k, event.offsetX, event.offsetY);
     if (k !== null || this.source.pinned() !== null) this.source.pin(k);
   }

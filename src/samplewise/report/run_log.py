@@ -19,7 +19,7 @@ Point = tuple[float, float]  # update, value
 # Position of a line, not a measured value.
 POSITION_FIELDS = {"kind", "epoch", "update", "samples", "seconds", "skipped"}
 # Numbers of a train line that have their own chart.
-CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "compute_samples_per_second", "memory"}
+CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "compute_samples_per_second", "memory", "samples_per_update"}
 
 
 class Curve(NamedTuple):
@@ -49,6 +49,7 @@ class RunLog:
     lr: list[Line] = field(init=False, default_factory=list)  # written by LRMonitor
     layers: list[Line] = field(init=False, default_factory=list)  # gradient norm of each layer
     noise: list[Line] = field(init=False, default_factory=list)  # noise scale and batch size
+    importance: list[Line] = field(init=False, default_factory=list)  # variance ratio of sw.ImportanceSampler
     end: Line | None = field(init=False, default=None)  # set if it is the last line
     warnings: list[str] = field(init=False, default_factory=list)  # one warning per reason
     ledger_only: bool = False  # True: another training loop than the Trainer wrote the ledger, and no log
@@ -60,7 +61,8 @@ class RunLog:
     @property
     def span(self) -> tuple[float, float]:
         """First and last update in the log; zeros without any."""
-        updates = [line.get("update") for line in self.lines + self.lr + self.layers + self.noise]
+        lines = self.lines + self.lr + self.layers + self.noise + self.importance
+        updates = [line.get("update") for line in lines]
         finite = [float(update) for update in updates if is_number(update) and isfinite(update)]
         return min(finite, default=0.0), max(finite, default=0.0)
 
@@ -159,7 +161,7 @@ def _read_metadata(run: RunLog) -> None:
 
 def _read_log(run: RunLog, log: Path) -> None:
     ends: list[Line] = []
-    names = ("train", "validation", "epoch", "lr", "layers", "noise")
+    names = ("train", "validation", "epoch", "lr", "layers", "noise", "importance")
     lines_by_kind = {"end": ends} | {name: getattr(run, name) for name in names}
     unreadable = 0
     unknown = 0

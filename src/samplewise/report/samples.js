@@ -1,4 +1,4 @@
-// Scatter plot of loss and gradient norm, gallery of the suspects, and details of the pinned sample.
+// Scatter plot of loss and gradient norm, data map, gallery of the suspects, and details of the pinned sample.
 
 const CARDS = 12;  // added to the gallery at a time: two rows on a laptop, four on a phone
 const data = JSON.parse(find("samples-data").textContent);
@@ -87,14 +87,14 @@ const pin = (k, scroll = false) => {
 
 const button = (id, words, onclick) => node("button", {type: "button", id, textContent: words, onclick});
 
-const details = k => {
+const details = (k, actions) => {
   const short = score => score.title.replace(" (recommended)", "");
   const places = data.scores.map((score, s) => [short(score), rank(k, s)]).filter(([, place]) => place);
   const ranks = places.map(([name, place]) => `${name} (rank ${place})`).join(", ");
   return [
     node("h3", {textContent: title(k)}), preview(k), facts(columnsOf(k)),
     ranks ? node("p", {className: "quiet", textContent: `Suspect by ${ranks}.`}) : null,
-    node("p", {className: "actions"},
+    !actions ? null : node("p", {className: "actions"},
       rank(k, chosen) ? button("to-gallery", "Show in gallery", () => toGallery(k)) : null,
       button("let-go", "Unpin", () => pin(null))),
   ].filter(part => part !== null);
@@ -102,16 +102,41 @@ const details = k => {
 
 const hint = find("pinned") ? [...find("pinned").childNodes] : [];
 const render = () => {
-  if (find("pinned")) find("pinned").replaceChildren(...(pinned === null ? hint : details(pinned)));
-  if (plot) plot.paint();
+  if (find("pinned")) find("pinned").replaceChildren(...(pinned === null ? hint : details(pinned, true)));
+  if (map) find("map-pinned").replaceChildren(...(pinned === null ? [] : details(pinned, false)));
+  for (const drawn of [plot, map]) if (drawn) drawn.paint();
+};
+
+// ------------------------------------------------------------------------------------------------- search and filter
+
+let matches = null;  // indices of the samples that search and filter find; null without them
+
+const search = () => {
+  const word = find("search").value.trim(), label = find("label").value, whole = data.ids.includes(word);
+  const named = id => whole ? id === word : id.includes(word);
+  const indices = [...data.ids.keys()].filter(k => named(data.ids[k]) && (!label || String(at("label", k)) === label));
+  matches = word || label ? indices : null;
+  find("matches").textContent = matches && `${written(matches.length)} of ${written(data.ids.length)} samples`;
+  map.paint();
+};
+
+const fillFilter = () => {
+  const labels = recorded("label") ? [...new Set(data.ids.map((_, k) => at("label", k)))].filter(x => x !== null) : [];
+  const inOrder = (a, b) => String(a).localeCompare(String(b), "en", {numeric: true});
+  find("label").append(...labels.sort(inOrder).map(label => node("option", {textContent: label})));
+  for (const id of ["search", "label"]) find(id).addEventListener("input", search);
+  find("search").addEventListener("keydown", event => { if (event.key === "Enter" && matches?.length) pin(matches[0]); });
 };
 
 // ------------------------------------------------------------------------------------------------- start
 
-const plot = data.axes && new Plot(find("plot"), find("tip"), data.axes, data.grid, {
-  count: data.ids.length, of: k => [at("loss", k), at("norm", k)], suspects: order, pinned: () => pinned,
+const draw = (id, tip, {axes, grid}, keys, suspects) => axes && new Plot(find(id), find(tip), axes, grid, {
+  count: data.ids.length, of: k => keys.map(key => at(key, k)), suspects, pinned: () => pinned,
   title, facts: k => columnsOf(k).slice(0, 8), pin: k => pin(k),
 });
+const plot = draw("plot", "tip", data, ["loss", "norm"], order);
+const map = draw("map", "map-tip", data.map, ["variability", "confidence"], () => matches || order());
+if (map) fillFilter();
 find("scores").addEventListener("click", event => {
   const pressed = event.target.closest("[data-score]");
   if (pressed) choose(Number(pressed.dataset.score));

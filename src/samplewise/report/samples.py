@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from samplewise.errors import LedgerError
 from samplewise.ledger.aggregate import SCORES, SUMMED, VisitAggregator, recommended_score, suspicion
 from samplewise.ledger.files import count_visits, list_parts, load_pyarrow, parts
+from samplewise.ledger.history import EARLY_EPOCHS, NEEDS
 from samplewise.report.html import shortened
 from samplewise.report.run_log import Curve, RunLog
 
@@ -29,6 +30,8 @@ INTERVALS = 100  # of the run, for the quantiles of norms
 QUANTILES = (0.5, 0.05, 0.25, 0.75, 0.95, 1.0)
 
 TITLES = {"norm": "gradient norm", "el2n": "EL2N", "self_influence": "self-influence"}
+TITLES["forgetting_events"] = "forgetting events"
+HISTORY = ("confidence", "variability", "correctness", "forgetting_events")  # shown of the training dynamics
 
 
 class Ranking(NamedTuple):
@@ -63,7 +66,7 @@ class Samples:
 def read_samples(run: RunLog) -> Samples:
     """Read the ledger of a run; errors become warnings."""
     messages: list[str] = []
-    aggregator = VisitAggregator()
+    aggregator = VisitAggregator(EARLY_EPOCHS)
     repeats = RepeatedIds()
     quantiles = NormQuantiles(count_visits(run.directory))
     try:
@@ -80,6 +83,7 @@ def read_samples(run: RunLog) -> Samples:
             finally:
                 messages += [f"Ledger: {warning.message}" for warning in skipped_parts]
         table = aggregator.samples()
+        table = table.drop_columns([name for name in table.column_names if not _is_shown(name)])
     except (ImportError, LedgerError, OSError, ValueError, TypeError, KeyError, NotImplementedError) as why:
         return Samples(
             warnings=[*messages, f"The samples cannot be shown: {why}"], missing="The ledger cannot be read."
@@ -97,6 +101,11 @@ def read_samples(run: RunLog) -> Samples:
         count = f"{len(unknown):,} of {len(table) + len(unknown):,} samples"
         messages.append(f"{count} never had a finite loss or norm and are not shown: {names}{end}")
     return Samples(table, quantiles.curves, rankings(table), messages)
+
+
+def _is_shown(name: str) -> bool:
+    """False for training dynamics that `sw.dynamics` has and the page has not."""
+    return name in (*HISTORY, *SCORES) or not (name in (*NEEDS, "suspicion") or name.startswith("probability/"))
 
 
 def rankings(table: Any) -> list[Ranking]:

@@ -1,6 +1,8 @@
-"""Section "Suspects": data for the gallery and the scatter plot of loss and gradient norm drawn by samples.js.
+"""Sections "Suspects" and "Data map": data for the gallery, the scatter plot of loss and gradient norm, and that of
+variability and confidence, drawn by samples.js.
 
-Up to 20,000 samples are put into the page individually. With more, the page gets counts on a grid, and the suspects.
+Up to 20,000 samples are put into the page individually. With more, the page gets counts on a grid, the suspects, and
+one sample of each cell of the data map.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ GRID = (72, 48)  # columns, rows
 DECADES = 30.0  # ratio of largest and small values from which an axis is logarithmic
 MIN_RELATIVE = 1e-8  # relative to the largest value: smaller ones are drawn at the edge of a logarithmic axis
 MAX_INTEGER = 2**53  # largest integer that JavaScript represents exactly
+LOSS_AND_NORM = ("loss", "norm")
+MAP = ("variability", "confidence")
 HIDDEN_COLUMNS = ("id", "visits", "epoch", "update")
 CLASS_COLUMNS = ("label", "prediction")  # shown first, with the names of the classes if they are known
 Values = Sequence[float | None]
@@ -52,15 +56,18 @@ def axis(name: str, values: Values) -> Axis | None:
 
 
 def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
-    """[column, row, count] of each non-empty cell of the grid."""
+    """[column, row, count, first sample] of each non-empty cell of the grid."""
     import numpy as np
 
     points = np.array(values, dtype=float)  # (2, samples)
-    points = points[:, np.isfinite(points).all(0)]
-    inside = [np.clip(v, a.low, a.high) for v, a in zip(points, axes, strict=True)]
-    edges = [(np.geomspace if a.log else np.linspace)(a.low, a.high, n + 1) for a, n in zip(axes, GRID, strict=True)]
-    counts = np.histogram2d(inside[0], inside[1], bins=edges)[0].astype(int)
-    return [[int(column), int(row), int(counts[column, row])] for column, row in np.argwhere(counts)]
+    samples = np.flatnonzero(np.isfinite(points).all(0))
+    places = []
+    for v, a, n in zip(points[:, samples], axes, GRID, strict=True):
+        edges = (np.geomspace if a.log else np.linspace)(a.low, a.high, n + 1)
+        places.append(np.clip(np.searchsorted(edges, v, side="right") - 1, 0, n - 1))
+    cells, first, counts = np.unique(places[0] * GRID[1] + places[1], return_index=True, return_counts=True)
+    rows = zip(cells // GRID[1], cells % GRID[1], counts, samples[first], strict=True)
+    return [[int(number) for number in row] for row in rows]
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -69,10 +76,8 @@ def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
 def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     """Data for samples.js."""
     table = samples.table
-    rows, columns, complete = _selected_rows(samples, previews)
-    xs, ys = (table[name].to_pylist() if name in table.column_names else [] for name in ("loss", "norm"))
-    x = axis(score_title(table, "loss"), xs)
-    y = axis(score_title(table, "norm"), ys)
+    plots = {names: _plot(table, names) for names in (LOSS_AND_NORM, MAP)}
+    rows, columns, complete = _selected_rows(samples, previews, [cell[3] for cell in plots[MAP]["cells"]])
     index_of_row = {row: k for k, row in enumerate(rows)}
     ids = [str(sample_id) for sample_id in table["id"].take(rows).to_pylist()]
     # By rank, the first of all scores, then the second: if previews exceed their budget, the last ranks lose theirs.
@@ -81,8 +86,8 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     visible = previews.shown(ids[k] for k in suspects)
     return {
         "total": len(table),
-        "axes": [x._asdict(), y._asdict()] if x and y else None,
-        "grid": None if complete or not (x and y) else {"size": GRID, "cells": density((x, y), (xs, ys))},
+        **_page_plot(plots[LOSS_AND_NORM], complete, {}),
+        "map": _page_plot(plots[MAP], complete, index_of_row),
         "ids": [shortened(sample_id) for sample_id in ids],
         "columns": _labels(table, ids, previews) + columns,
         "scores": [
@@ -92,21 +97,37 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     }
 
 
-def _selected_rows(samples: Samples, previews: Previews) -> tuple[list[int], list[Column], bool]:
-    """Rows that are put into the page, their columns, and True if these are all rows."""
+def _plot(table: Any, names: tuple[str, str]) -> dict[str, Any]:
+    """Axes and cells of a plot of two columns; no axes if one of them has no values."""
+    values = [table[name].to_pylist() if name in table.column_names else [] for name in names]
+    x, y = (axis(score_title(table, name), column) for name, column in zip(names, values, strict=True))
+    return {"axes": [x, y], "cells": density((x, y), values)} if x and y else {"axes": None, "cells": []}
+
+
+def _page_plot(plot: dict[str, Any], complete: bool, index_of_row: dict[int, int]) -> dict[str, Any]:
+    """A plot as samples.js needs it. The fourth number of a cell is the index of one of its samples, if it is known."""
+    axes = plot["axes"] and [axis._asdict() for axis in plot["axes"]]
+    cells = [[*cell[:3], *([index_of_row[cell[3]]] if index_of_row else [])] for cell in plot["cells"]]
+    return {"axes": axes, "grid": {"size": GRID, "cells": cells} if axes and not complete else None}
+
+
+def _selected_rows(samples: Samples, previews: Previews, examples: list[int]) -> tuple[list[int], list[Column], bool]:
+    """Rows that are put into the page, their columns, and True if these are all rows. If not, the `examples` are among
+    them.
+    """
     table = samples.table
     if len(table) <= MAX_SAMPLES:
         columns = [_column(table, name, previews) for name in _shown_columns(table)]
         if _size([table["id"].to_pylist(), columns]) <= BUDGET:
             return list(range(len(table))), columns, True
-    rows = sorted({row for score in samples.rankings for row in score.order})
+    rows = sorted({*examples, *(row for score in samples.rankings for row in score.order)})
     table = table.take(rows)
     columns = []
     remaining = BUDGET
     for name in _shown_columns(table):
         column = _column(table, name, previews)
         remaining -= _size(column)
-        if remaining >= 0 or name in SCORES:  # the scores are needed for the rankings
+        if remaining >= 0 or name in SCORES or name in MAP:  # needed for the rankings, and for the data map
             columns.append(column)
     return rows, columns, False
 
@@ -174,6 +195,23 @@ def scatter(samples: Samples, previews: Previews) -> Section:
     )
 
 
+def data_map(samples: Samples) -> Section:
+    """Plot of variability and confidence; without content if the ledger does not have confidences."""
+    if samples.table is None or not set(MAP) <= set(samples.table.column_names):
+        return Section("Data map", "")
+    sentences = [
+        "Confidence is the mean probability of a sample's label over its visits, variability its standard deviation: "
+        "easy samples are at the top left, ambiguous ones on the right, and hard or wrongly labeled ones at the bottom "
+        "left. Click a point to see the sample."
+    ]
+    if len(samples.table) > MAX_SAMPLES:
+        sentences.append(
+            "Of a cell of the map, the page has the sample that was visited first, beside the suspects: a click shows "
+            "it, and search and filter find these samples only."
+        )
+    return Section("Data map", f"{note_paragraph(' '.join(sentences))}\n{_MAP}")
+
+
 def _explanation(samples: Samples, data: dict[str, Any]) -> str:
     """Explanation of the points, and of what is left out."""
     sentences = [
@@ -201,10 +239,21 @@ _PLOT = """<h3>All samples</h3>
 <div class="plot"><canvas id="plot" tabindex="0" role="application"
   aria-label="Loss and gradient norm of each sample. Arrow keys select suspects, Enter pins, Escape unpins."
 ></canvas>
-<div id="tip" role="status" hidden=""></div></div>
+<div id="tip" class="tip" role="status" hidden=""></div></div>
 <ul class="legend"><li><i class="dot"></i>sample</li><li><i class="dot suspect"></i>suspect</li></ul></figure>
-<aside id="pinned" aria-live="polite"><p class="quiet">Click a point or a card to see the sample here. On the
-  keyboard, arrow keys select suspects, Enter pins one, Escape unpins it.</p></aside>
+<aside id="pinned" class="pinned" aria-live="polite"><p class="quiet">Click a point or a card to see the sample here.
+  On the keyboard, arrow keys select suspects, Enter pins one, Escape unpins it.</p></aside>
+</div>"""
+_MAP = """<div id="filter"><label>Search <input id="search" type="search" placeholder="id" /></label>
+<label>Label <select id="label"><option value="">all</option></select></label>
+<span id="matches" class="quiet" role="status"></span></div>
+<div class="explorer">
+<figure><figcaption>Variability and confidence</figcaption>
+<div class="plot"><canvas id="map" tabindex="0" role="application"
+  aria-label="Variability and confidence of each sample. Arrow keys select suspects, Enter pins, Escape unpins."
+></canvas>
+<div id="map-tip" class="tip" role="status" hidden=""></div></div></figure>
+<aside id="map-pinned" class="pinned" aria-live="polite"></aside>
 </div>"""
 _GALLERY = """<noscript><p class="quiet">Showing the samples needs JavaScript, which is turned off.</p></noscript>
 <ol id="gallery" class="gallery"></ol><button type="button" id="more" hidden="">Show more</button>

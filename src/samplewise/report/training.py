@@ -42,6 +42,7 @@ def charts(run: RunLog) -> Charts:
         "Train loss": [curve(run.train, "loss", "train loss")],
         **metrics,
         "Learning rate": run.learning_rates(),
+        "Samples per update": [curve(run.train, "samples_per_update", "samples per update")],
         "Samples per second": [curve(run.train, "samples_per_second", "samples per second")],
         "Samples per second, computing only": [curve(run.train, "compute_samples_per_second", "samples per second")],
     }

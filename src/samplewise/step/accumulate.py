@@ -151,7 +151,7 @@ class PerSampleAccumulator(Accumulator):
         self.exchanges = ranks.exchanges and self.needs_window
         self._measures = chain.samples.measures or record_norms
         in_order = chain.grouping is not None or ranks.exchanges
-        self._needs_counts = in_order or "counts" in chain.samples.needs
+        self.needs_counts = in_order or "counts" in chain.samples.needs
         self._needs_positions = in_order or chain.samples.uses_positions
         self._directions: dict[Reference, dict[str, Tensor]] | None = None
         self.left_out = 0  # number of samples that `add_weighted` has left out
@@ -190,7 +190,7 @@ class PerSampleAccumulator(Accumulator):
         in_window = positions if isinstance(positions, Tensor) else None
         if isinstance(positions, int) and self._needs_positions:
             in_window = positions + torch.arange(len(losses))
-        if counts is None and self._needs_counts:
+        if counts is None and self.needs_counts:
             counts = torch.ones_like(losses)
         stats = SampleStats(
             losses=losses.detach(),
@@ -263,6 +263,8 @@ class WeightedAccumulator(PerSampleAccumulator):
         for microbatch in microbatches:
             losses, g, stats = self.stats_of(microbatch, start)
             (stats,) = self.chain.samples.weigh([stats])
+            if stats.dropped is not None and g is not None:
+                stats.dropped = self._largest_parameters(g, stats.dropped)
             coefficients = stats.coefficients
             # Coefficients are divided by the number of samples only, not by counts.
             countable = stats.counts is None and stats.shares is None and losses.dtype in EXACT
@@ -274,6 +276,14 @@ class WeightedAccumulator(PerSampleAccumulator):
             parts.append(stats.result())
             start += len(losses)
         return parts
+
+    def _largest_parameters(self, g: Gradients, dropped: Tensor) -> Tensor:
+        """For each dropped sample, 1 + index of the parameter with the largest gradient; 0 for the others."""
+        norms = g.norms(by="parameter")
+        numbers = {name: k for k, name in enumerate(self.evaluator.trained.named, 1)}
+        largest = torch.stack(list(norms.values())).argmax(0)
+        numbers_of_norms = torch.tensor([numbers[name] for name in norms], device=dropped.device)
+        return torch.where(dropped != 0, numbers_of_norms[largest], 0)
 
     def _sum(self, microbatch: Any, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
         """Accumulate Σ c·g. One coefficient per sample needs only an ordinary backward pass."""

@@ -13,24 +13,28 @@ from torch import Tensor
 from samplewise.core import observation
 from samplewise.core.state import Buffers
 from samplewise.engine.deferred_checks import DeferredChecks
-from samplewise.errors import ParameterError, SamplewiseError
+from samplewise.errors import NonFiniteLossError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
+from samplewise.step.by_samples import SampleScheduler
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import MixedPrecision
 from samplewise.step.nonfinite import (
+    NO_DENOMINATOR,
     SchedulerStep,
     SkipFlag,
     problem_of,
     problem_of_checks,
     problem_of_gradients,
+    problem_of_losses,
     supports_flag,
     supports_undo,
 )
 from samplewise.step.parameters import TrainedParameters
+from samplewise.step.sizes import WindowSizes
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window
-from samplewise.transforms.stats import SampleStats, denominator
+from samplewise.transforms.stats import SampleStats, cat, denominator
 
 
 class UndecidedUpdate(NamedTuple):
@@ -55,8 +59,10 @@ class UpdateApplier:
         ranks: Parallel,
         counters: Counters,
         buffers: Buffers,
+        sizes: WindowSizes,
     ):
         self.config = config
+        self.sizes = sizes
         self.trained = trained
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -77,6 +83,8 @@ class UpdateApplier:
         if self._undecided is not None:
             self.settle()
         outcome = self._change_parameters(window)
+        if window.config.transforms.states and (not outcome.skipped or self._is_empty(window)):
+            self._commit(window)
         if outcome.skipped:
             self.trained.clear()
             self._buffers.restore()
@@ -105,7 +113,23 @@ class UpdateApplier:
         window.begun = False
         if observation.observers and not outcome.skipped and not hidden:
             self._report(window)
+        self.finish(update)
         return update
+
+    def finish(self, update: Update) -> None:
+        """Adapt learning rate and size of the next update, after the counters include this one. Collective."""
+        self.follow_samples()
+        self.sizes.record(update)
+
+    def follow_samples(self) -> None:
+        """Set the learning rate of a schedule by samples, between two windows. Samples of skipped updates count."""
+        if isinstance(self.scheduler, SampleScheduler):
+            self.scheduler.seek(self.counters.samples)
+
+    def step_scheduler(self) -> None:
+        """Step a scheduler that is stepped once per update."""
+        if not (self.scheduler is None or isinstance(self.scheduler, SampleScheduler)):
+            self.scheduler.step()
 
     def _report(self, window: Window) -> None:
         """Notify observers of the weights of the window's samples."""
@@ -134,6 +158,8 @@ class UpdateApplier:
         except SamplewiseError:
             self.counters.samples -= last.samples
             self.counters.microbatches -= last.microbatches
+            if isinstance(self.scheduler, SampleScheduler):
+                self.scheduler.step(-last.samples)
             if not reported:
                 raise
 
@@ -146,6 +172,8 @@ class UpdateApplier:
         rates = self.rates()
         if window.failure is not None:
             return self._skip(window.failure, rates)
+        if window.config.transforms.drops and self._is_empty(window):
+            return self._skip_empty(window, rates)
         self.divide(window)
         flag = None
         norms = None
@@ -153,7 +181,8 @@ class UpdateApplier:
             unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
             values = self._values_to_check(unchecked, window)
             norms = self._norms(values)
-            if window.totals is None and self.flags:
+            # States of transforms change if the update is made, which must then be known at once.
+            if window.totals is None and self.flags and not window.config.transforms.states:
                 flag = self._flag(window, norms, values)
             elif not norms.finite():
                 problem = self._problem(norms, unchecked, window.checks)
@@ -167,11 +196,10 @@ class UpdateApplier:
         try:
             if flag is None:
                 self.optimizer.step()
-                if self.scheduler is not None:
-                    self.scheduler.step()
+                self.step_scheduler()
             else:  # both steps can be undone if the device has skipped the update
                 flag.step(self.optimizer)
-                if self.scheduler is not None:
+                if not (self.scheduler is None or isinstance(self.scheduler, SampleScheduler)):
                     scheduled = SchedulerStep(self.optimizer, self.scheduler)
         finally:
             self.ranks.reshard()
@@ -192,6 +220,34 @@ class UpdateApplier:
             raise problem
         self.precision.record_overflow()
         return Outcome(True, rates, lambda: torch.tensor(torch.nan))
+
+    def _is_empty(self, window: Window) -> bool:
+        """True if the denominator is 0, as when all samples of the window were dropped, on all ranks."""
+        return window.failure is None and not (
+            denominator(window.parts) if window.totals is None else window.totals.denominators
+        )
+
+    def _skip_empty(self, window: Window, rates: list[Any]) -> Outcome:
+        """Skip an update of which nothing is left. If no sample was finite, the model may be the reason: as without a
+        transform that drops samples, this is an error, which may be skipped. Collective.
+        """
+        norms = cat([part.unscaled_norms for part in window.parts])
+        counts: list[Any] = [any(part.dropped is not None for part in window.parts), norms.isfinite().any()]
+        dropped, finite = collectives.all_reduce_scalars(*counts) if self.ranks.exchanges else counts
+        if not dropped:
+            return self._skip(NonFiniteLossError(NO_DENOMINATOR.format(total=0)), rates)
+        if not finite:
+            problem = problem_of_losses(cat([part.losses for part in window.parts]))
+            return self._skip(problem or problem_of_gradients("of every sample"), rates)
+        return Outcome(True, rates, lambda: torch.tensor(torch.nan))
+
+    def _commit(self, window: Window) -> None:
+        """Change the states of transforms by the samples of the update, of all ranks. Collective."""
+        for state in window.config.transforms.states:
+            values = cat([state.values(part) for part in window.parts])
+            if self.ranks.exchanges:
+                values = torch.cat(collectives.all_gather_tensors(values.double()))
+            state.commit(values)
 
     def rates(self) -> list[Any]:
         """Current learning rate of each of the optimizer's parameter groups."""
@@ -254,7 +310,7 @@ class UpdateApplier:
         values = [] if window.checks is None else window.checks.values
         counted = False
         for part in parts:
-            values.append(part.losses)
+            values.append(part.kept_losses)
             counted = counted or part.counts is not None or part.shares is not None
         if counted:
             total = torch.as_tensor(denominator(parts))

@@ -48,6 +48,7 @@ from samplewise.errors import (
     NonFiniteLossError,
     TransformError,
 )
+from samplewise.parallel import collectives
 from samplewise.parallel.ddp import is_replica, refuse_static_graph
 from samplewise.transforms.chain import Chain, Transforms, as_chain
 from samplewise.transforms.stats import SampleStats, one_per_sample
@@ -199,6 +200,10 @@ def backward(
                 accumulate_grad(parameters.named[name], gradient)
     if not retain_graph:
         free_graph(g, "sw.backward")
+    for state in chain.states:
+        if state.commits_each_pass:
+            values = state.values(stats)
+            state.commit(torch.cat(collectives.all_gather_tensors(values.double())) if two_passes else values)
     return BackwardResult(stats.result())
 
 

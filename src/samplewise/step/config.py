@@ -13,9 +13,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.core.microbatch import Auto, as_microbatch
 from samplewise.core.validate import accepts, refuse_keras
-from samplewise.errors import NonFiniteGradientError
+from samplewise.errors import NonFiniteGradientError, PrivacyError
 from samplewise.parallel.launch import ParallelArgument
+from samplewise.step.by_samples import BySamples, SampleScheduler
+from samplewise.step.noise import check_noise_is_known
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
+from samplewise.step.schedules import FollowNoise, Ramp, Samples
 from samplewise.transforms.chain import Chain, as_chain
 from samplewise.transforms.per import Per, as_per
 
@@ -29,7 +32,7 @@ RECORDABLE = frozenset({"norms"})
 class StepConfig:
     """Settings of a step, as given to `Step`; see there. Raises ValueError for invalid values."""
 
-    samples: int | None = None
+    samples: Samples = None
     tail: Tail = "update"
     transforms: Chain = field(default_factory=lambda: as_chain(()))
     max_grad_norm: float | None = None
@@ -49,10 +52,14 @@ class StepConfig:
         policies = self.policy.nonfinite_policies
         if self.on_nonfinite is None:
             object.__setattr__(self, "on_nonfinite", policies[0])
-        if not (self.samples is None or (type(self.samples) is int and self.samples > 0)):
+        samples = self.samples
+        if not (samples is None or isinstance(samples, (Ramp, FollowNoise)) or (type(samples) is int and samples > 0)):
             raise ValueError(
-                f"samples must be a positive integer, or None for one update per batch; found {self.samples!r}."
+                f"samples must be a positive integer, or None for one update per batch; found {samples!r}. For a "
+                "number that changes, pass sw.ramp({0: 32, 20_000: 64}) or sw.follow_noise(at_least=32, at_most=1024)."
             )
+        if isinstance(samples, FollowNoise):
+            check_noise_is_known(self.transforms, self.aggregate, "Use a number of samples, or sw.ramp.")
         if self.tail not in get_args(Tail):
             raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}; found {self.tail!r}.")
         if self.on_nonfinite not in policies:
@@ -135,9 +142,16 @@ def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
         raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {types}.")
 
 
-def check_scheduler(scheduler: Any, optimizer: Any) -> None:
-    """Raise TypeError unless the scheduler can step once per update of this optimizer."""
-    if scheduler is None:
+def check_scheduler(scheduler: Any, optimizer: Any, hides_samples: bool = False) -> None:
+    """Raise TypeError unless the scheduler can step once per update of this optimizer. `hides_samples`: their number is
+    private.
+    """
+    if hides_samples and isinstance(scheduler, (BySamples, SampleScheduler)):
+        raise PrivacyError(
+            "scheduler must step once per update with privacy=, because the number of samples of a draw is private; "
+            f"found {scheduler!r}. Pass the scheduler itself, with a number of updates."
+        )
+    if scheduler is None or isinstance(scheduler, BySamples):
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(

@@ -18,7 +18,7 @@ from samplewise.step.forward import LossEvaluator
 from samplewise.step.recheck import Recheck
 from samplewise.step.window import Window
 from samplewise.transforms.chain import Chain
-from samplewise.transforms.stats import SampleStats, concatenate
+from samplewise.transforms.stats import SampleStats, concatenate, denominator
 
 SAMPLES = "samples"  # model modes, and samples computed alone: the recheck
 GRADIENTS = "gradients"  # microbatch sizes, and parameters that the loss does not reach
@@ -73,7 +73,9 @@ class FirstWindowChecks:
         """Check a complete window of `ranks` ranks, whose gradients are summed, for common mistakes; warn or raise."""
         samples = window.samples if window.totals is None else window.totals.samples
         chain = window.config.transforms
-        if WEIGHTS in self.pending and (window.failure is not None or not samples):
+        total = denominator(window.parts) if window.totals is None else window.totals.denominators
+        empty = not samples or (chain.drops and not total)
+        if WEIGHTS in self.pending and (window.failure is not None or empty):
             return  # the next window is the first one that can be checked
         if GRADIENTS in self.pending:
             sizes = [len(part) for part in window.parts if len(part)]

@@ -59,7 +59,7 @@ def problem_of(parts: Sequence[SampleStats], gradients: Mapping[str, Tensor]) ->
     Empty `parts`: losses and counts are already checked. `gradients`: dense, this rank's shard of sharded ones.
     """
     if parts:
-        problem = problem_of_losses(cat([p.losses for p in parts])) or problem_of_counts(parts)
+        problem = problem_of_losses(cat([p.kept_losses for p in parts])) or problem_of_counts(parts)
         total = float(denominator(parts))
         if problem is not None or not 0 < total < inf:
             return problem or NonFiniteLossError(NO_DENOMINATOR.format(total=total))

@@ -17,59 +17,48 @@ import torch
 
 from samplewise.core.batches import cut, length, take
 from samplewise.engine.deferred_checks import all_finite
-from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
+from samplewise.errors import BatchError, NonFiniteGradientError
 from samplewise.privacy.privacy import PrivacyMeter
-from samplewise.step.accumulate import AccumulatorWrapper, LargeTerms, PerSampleAccumulator
+from samplewise.step.accumulate import LargeTerms, PerSampleAccumulator
 from samplewise.step.grouped import GroupedAccumulator
+from samplewise.step.split_accumulate import NOT_FINITE, SplittingAccumulator
 from samplewise.transforms.stats import SampleStats
-from samplewise.transforms.transform import NonFiniteCoefficientError
-
-NOT_FINITE = (NonFiniteLossError, NonFiniteGradientError, NonFiniteCoefficientError)
 
 
-class PrivateAccumulator(AccumulatorWrapper):
+class PrivateAccumulator(SplittingAccumulator):
     """Accumulator that repeats a microbatch sample by sample if one of them is not finite, and leaves that one out; and
     without the samples that must be added alone.
     """
 
     drops_samples = True
-    _inner: PerSampleAccumulator
 
     def __init__(self, inner: PerSampleAccumulator, meter: PrivacyMeter):
         super().__init__(inner)
-        self.checks_at_once = True  # a microbatch is repeated as soon as one of its samples fails
         self._meter = meter
 
     def add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
-        if self.needs_window:
-            return self._add_window(microbatches, start)
-        parts: list[SampleStats] = []
-        for microbatch in microbatches:  # one by one: when the second fails, the first is in `.grad`
-            parts += self._add_microbatch(microbatch, start + sum(map(len, parts)))
-        return parts
+        return self._add_window(microbatches, start) if self.needs_window else super().add(microbatches, start)
 
-    def _add_microbatch(self, microbatch: Any, start: int) -> list[SampleStats]:
+    def _add_microbatch(self, microbatch: Any, start: int, divide: bool = False) -> list[SampleStats]:
         if length(microbatch) == 1:
             # A copy: rounding in kernels depends on the alignment of memory, and the gradient of a sample that cancels
             # is rounding. It must not depend on the samples before it in the batch.
             microbatch = take(microbatch, [0])
-        restore = self._inner.evaluator.saved_state([microbatch])
-        try:
-            return self._add([microbatch], start)
-        except NOT_FINITE:  # raised before `.grad` changes
-            if not self._inner.ranks.passes_alone:  # other ranks are in the middle of this window
-                raise
-            pieces = _samples_of(microbatch)
-        except LargeTerms as large:
-            pieces = _pieces_around(microbatch, large.samples)
-        restore()
-        if len(pieces) == 1:
-            self._meter.zeroed += 1
-            return []
-        parts: list[SampleStats] = []
-        for piece in pieces:
-            parts += self._add_microbatch(piece, start + sum(map(len, parts)))
-        return parts
+        return super()._add_microbatch(microbatch, start)
+
+    def _snapshot(self, microbatch: Any) -> Callable[[], None]:
+        return self._inner.evaluator.saved_state([microbatch])
+
+    def _pieces(self, microbatch: Any, error: Exception) -> list[Any]:
+        if isinstance(error, LargeTerms):
+            return _pieces_around(microbatch, error.samples)
+        if not self._inner.ranks.passes_alone:  # other ranks are in the middle of this window
+            raise error
+        return _samples_of(microbatch)
+
+    def _leave_out(self, sample: Any) -> list[SampleStats]:
+        self._meter.zeroed += 1
+        return []
 
     def _add_window(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         restore = self._inner.evaluator.saved_state(microbatches)
@@ -92,14 +81,9 @@ class PrivateAccumulator(AccumulatorWrapper):
         restore()
         return self._add_groups(finite, start, restore)
 
-    def _add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+    def _add(self, microbatches: Sequence[Any], start: int, divide: bool = False) -> list[SampleStats]:
         """Add microbatches; raises NonFiniteGradientError if the gradient of a group is not finite."""
-        first_stats = None if self.first_stats is None else list(self.first_stats)
-        try:
-            parts = self._inner.add(microbatches, start)
-        except (*NOT_FINITE, LargeTerms):
-            self.first_stats = first_stats  # transforms are checked with finite values
-            raise
+        parts = super()._add(microbatches, start)
         self._meter.zeroed += self._inner.left_out
         self._inner.left_out = 0
         if self.needs_window and not all(map(all_finite, self._inner.evaluator.trained.gradients())):

@@ -114,10 +114,11 @@ def _problem(window: Window) -> Exception | None:
     if totals.skips:
         return window.failure or nonfinite_elsewhere()
     if isfinite(totals.losses) and not totals.invalid:
-        if config.policy.empty_updates or 0 < totals.denominators < inf:
+        dropped = config.transforms.drops and totals.denominators == 0  # of all samples: the update is skipped
+        if config.policy.empty_updates or dropped or 0 < totals.denominators < inf:
             return None
         return NonFiniteLossError(NO_DENOMINATOR.format(total=totals.denominators))
-    problem = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
+    problem = problem_of_losses(cat([part.kept_losses for part in window.parts])) or problem_of_counts(window.parts)
     if config.on_nonfinite != "skip":
         collectives.barrier(problem)
     return problem or nonfinite_elsewhere()

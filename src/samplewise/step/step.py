@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from samplewise.core.batches import check_loader, keep_whole
-from samplewise.core.losses import PREDICTION_COLUMNS, Criterion, as_loss_fn, constants_of
+from samplewise.core.losses import PREDICTION_COLUMNS, PROBABILITY, Criterion, as_loss_fn, constants_of
 from samplewise.core.microbatch import Auto, as_microbatch, memory_budget
 from samplewise.core.state import Buffers
 from samplewise.core.validate import CheckedAttributes
@@ -23,6 +23,7 @@ from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.launch import join_ranks
 from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.step.apply import UpdateApplier
+from samplewise.step.by_samples import BySamples, SampleScheduler
 from samplewise.step.compiled.runner import CompiledRunner, EagerRunner, MicrobatchRunner, Runner
 from samplewise.step.config import (
     FunctionalOptimizer,
@@ -39,6 +40,8 @@ from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import make_policy
 from samplewise.step.private_accumulate import PrivateAccumulator
 from samplewise.step.ranks import make_ranks
+from samplewise.step.schedules import FollowNoise, Ramp
+from samplewise.step.sizes import WindowSizes
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, BatchLayouts, Counters
 from samplewise.step.window_builder import WindowBuilder
@@ -66,7 +69,8 @@ class Step(CheckedAttributes):
     (params, gradients) -> None, such as sw.sgd(0.1).
 
     What an update is. Its gradient is Σ c·g / Σ counts over its samples, for any batch and microbatch size.
-    samples: number of samples per update; None (default): one update per batch.
+    samples: number of samples per update; None (default): one update per batch. A number that changes: see `ramp` and
+    `follow_noise`.
     tail: handling of samples at the end of a loader that are too few for an update: "update" with the samples
     available (default), "drop" them, or "carry" them into the next pass.
     transforms: coefficients for each sample's gradient before the sum, and noise on the sum: see `chain`.
@@ -76,7 +80,8 @@ class Step(CheckedAttributes):
     several microbatches with "group" needs two forward passes.
 
     Optimizer.
-    scheduler: learning rate scheduler, stepped once per update.
+    scheduler: learning rate scheduler, stepped once per update. By samples, whatever their number per update: see
+    `by_samples`.
     max_grad_norm: upper bound on the norm of the update's gradient.
 
     Safety.
@@ -128,12 +133,12 @@ class Step(CheckedAttributes):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Rule,
         loss_fn: Callable[..., Any],
-        samples: int | None = None,
+        samples: int | Ramp | FollowNoise | None = None,
         *,
         microbatch: int | Literal["auto"] | Auto | None = None,
         transforms: Transforms = (),
         tail: Literal["update", "drop", "carry"] = "update",
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | BySamples | SampleScheduler | None = None,
         max_grad_norm: float | None = None,
         on_nonfinite: Literal["raise", "skip", "ignore"] | None = None,
         recheck: int | Literal[False] | None = None,
@@ -164,7 +169,7 @@ class Step(CheckedAttributes):
             policy=policy,
             aggregate=aggregate,
         )
-        check_scheduler(scheduler, optimizer)
+        check_scheduler(scheduler, optimizer, config.hides_samples)
         self.model = model
         self.loss_fn = as_loss_fn(loss_fn)
         self._allow_columns(config.transforms.batch_keys, config.transforms.reads_whole_batch)
@@ -176,10 +181,12 @@ class Step(CheckedAttributes):
         ranks = make_ranks(model, config, modules, optimizer, self._begin_window)
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.optimizer_parameters(parameters))
+        scheduler = scheduler(optimizer) if isinstance(scheduler, BySamples) else scheduler
         trained = TrainedParameters(optimizer, modules, ranks.leaves)
         self._layouts = BatchLayouts()
         self._constants = constants_of(loss_fn)
         self._counters = counters = Counters()
+        sizes = WindowSizes(samples, counters)
         self._precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         policy.attach(modules, optimizer, ranks.sharded, precision)
@@ -200,8 +207,10 @@ class Step(CheckedAttributes):
             criterion,
             _means(config.aggregate),
         )
-        self._applier = UpdateApplier(config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers)
-        self._windows = WindowBuilder(config, self._evaluator, guard, self._layouts, ranks, counters, buffers)
+        self._applier = UpdateApplier(
+            config, trained, optimizer, scheduler, self._precision, ranks, counters, buffers, sizes
+        )
+        self._windows = WindowBuilder(config, self._evaluator, guard, self._layouts, ranks, counters, buffers, sizes)
         self._runner = self._make_runner()
         ranks.check_optimizer(trained.named, optimizer)
         self._complete = True  # from now on, attributes are checked when they are assigned
@@ -246,6 +255,8 @@ class Step(CheckedAttributes):
                 cursor = batch if isinstance(batch, BatchCursor) else BatchCursor(batch, number=number)
                 yield from self._runner.run(self._admit(cursor), blocks)
             yield from map(self._applier.apply, self._windows.end())
+            if self.tail == "drop":
+                self._applier.follow_samples()  # the samples that are left out count
 
     def _admit(self, cursor: BatchCursor) -> BatchCursor:
         """Replace the batch by the one that the policy admits, and mark its constants; returns the cursor."""
@@ -322,13 +333,14 @@ class Step(CheckedAttributes):
         norms: `update.norms`.
         columns: columns of the batches in `update.columns`: column name -> key of the batch.
         predictions: columns in `update.columns` from nn.CrossEntropyLoss or nn.NLLLoss with one class index per sample:
-        "label", "prediction" (class with the largest logit) and "margin" (the label's logit minus the largest other).
+        "label", "prediction" (class with the largest logit), "margin" (the label's logit minus the largest other),
+        "confidence" (probability of the label), "el2n" (norm of the probabilities minus the one-hot label), and
+        "probability" (of all classes: columns probability/0, probability/1, ...).
         Other loss functions do not have them, and return columns of their own.
         """
-        if isinstance(predictions, str) or set(predictions) - set(PREDICTION_COLUMNS):
-            raise ValueError(
-                f"predictions must be a list of names among {', '.join(PREDICTION_COLUMNS)}; found {predictions!r}."
-            )
+        names = (*PREDICTION_COLUMNS, PROBABILITY)
+        if isinstance(predictions, str) or set(predictions) - set(names):
+            raise ValueError(f"predictions must be a list of names among {', '.join(names)}; found {predictions!r}.")
         self.config.policy.check_recording()
         self._windows.require(norms, columns or {}, predictions)
         self._allow_columns((columns or {}).values())
@@ -340,11 +352,11 @@ class Step(CheckedAttributes):
 
     @property
     def samples(self) -> int | None:
-        """Number of samples per update; a new value also applies to the open window."""
-        return self.config.samples
+        """Number of samples of the open window; a new value, or schedule, also applies to the open window."""
+        return self._windows.samples
 
     @samples.setter
-    def samples(self, samples: int | None) -> None:
+    def samples(self, samples: int | Ramp | FollowNoise | None) -> None:
         self._configure(samples=samples)
 
     @property
@@ -402,7 +414,7 @@ class Step(CheckedAttributes):
         return self._applier.optimizer
 
     @property
-    def scheduler(self) -> LRScheduler | None:
+    def scheduler(self) -> LRScheduler | SampleScheduler | None:
         self._applier.settle()
         return self._applier.scheduler
 
@@ -507,7 +519,9 @@ class Step(CheckedAttributes):
             "compiling": self._runner.state_dict(),
             "samples_in_windows": windows.ranks.epoch_state(),
             "layouts": self._layouts.state_dict(),
+            "sizes": windows.sizes.state_dict(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
+            "transforms": self.transforms.state_dict(),
             **self.config.policy.state_dict(),
         }
 
@@ -524,6 +538,8 @@ class Step(CheckedAttributes):
         self._runner.load_state_dict(state["compiling"])
         windows.ranks.load_epoch_state(state.get("samples_in_windows") or [])
         self._layouts.load_state_dict(state.get("layouts") or BatchLayouts().state_dict())
+        windows.sizes.load_state_dict(state.get("sizes") or {})
+        self.transforms.load_state_dict(state.get("transforms"))
         windows.load_state_dict(state["window"])
 
     def _window_state(self) -> dict[str, Any]:

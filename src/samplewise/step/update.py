@@ -47,6 +47,7 @@ class Update:
     counts    (samples,) terms of the denominator: 1 each, or as returned by the loss function
     norms     (samples,) norms of the gradients of `losses`, before any transform
     weights   (samples,) coefficients of the per-sample gradients in the sum, or a dict name -> (samples,)
+    dropped   (samples,) True for samples that `guard` has left out; they are not in `loss`
     grad_norm norm of the update's gradient, before `max_grad_norm`
     local_samples
               number of samples on this rank: losses, norms, weights and columns have that many rows
@@ -149,6 +150,16 @@ class Update:
     def weights(self) -> Tensor | dict[str, Tensor]:
         parts = self._checked_parts()
         return cat_values([torch.ones_like(p.losses) if p.coefficients is None else p.coefficients for p in parts])
+
+    @property
+    def dropped(self) -> Tensor:
+        return self._dropped != 0
+
+    @property
+    def _dropped(self) -> Tensor:
+        """(samples,) `dropped` of the parts: see `SampleStats`."""
+        parts = self._checked_parts()
+        return cat([torch.zeros_like(p.losses, dtype=torch.long) if p.dropped is None else p.dropped for p in parts])
 
     @property
     def columns(self) -> dict[str, Tensor | list[Any]]:
@@ -288,6 +299,11 @@ class Totals:
 def has_weights(update: Update) -> bool:
     """False if no transform has weighted the samples: all weights are 1."""
     return any(part.coefficients is not None for part in update._parts)
+
+
+def has_dropped(update: Update) -> bool:
+    """False if no sample of this rank was dropped."""
+    return any(part.dropped is not None for part in update._parts)
 
 
 def has_counts(update: Update) -> bool:

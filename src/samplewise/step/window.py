@@ -207,7 +207,7 @@ class Window:
     def sums(self) -> tuple[float | Tensor, float | Tensor, float | Tensor, bool]:
         """Σ losses, Σ counts, denominator, and whether a count is invalid; zeros if the update will be skipped."""
         parts = [] if self.failure is not None else self.parts
-        losses = cat([part.losses for part in parts]).double().sum() if parts else 0.0
+        losses = cat([part.kept_losses for part in parts]).double().sum() if parts else 0.0
         invalid = any(problem_of_counts([part]) is not None for part in parts)
         return losses, total_count(parts), denominator(parts), invalid
 
@@ -216,6 +216,10 @@ class Window:
     def sample_state(self) -> dict[str, PerSample]:
         """Per-sample results of all parts, concatenated."""
         columns = {name: [getattr(part, source) for part in self.parts] for name, source in SAVED.items()}
+        if any(part.dropped is not None for part in self.parts):  # some parts have dropped samples, others have not
+            zeros = [torch.zeros_like(part.losses, dtype=torch.long) for part in self.parts]
+            columns["dropped"] = [zero if d is None else d for zero, d in zip(zeros, columns["dropped"], strict=True)]
+            columns["shares"] = [part.denominators for part in self.parts]
         return {name: cat_values(values) for name, values in columns.items() if values and values[0] is not None}
 
     @classmethod
@@ -239,6 +243,7 @@ SAVED = {  # name in a state dict -> attribute of SampleStats
     "weights": "coefficients",
     "shares": "shares",
     "columns": "columns",
+    "dropped": "dropped",
 }
 
 
@@ -260,7 +265,7 @@ def unknown_stats(samples: int, parts: Sequence[SampleStats]) -> SampleStats:
     fields: dict[str, Any] = {}
     for name in SAVED.values():
         values = getattr(parts[0], name)
-        if values is not None:
+        if values is not None and name != "dropped":
             fields[name] = dict.fromkeys(values, unknown) if isinstance(values, dict) else unknown
     return SampleStats(**fields)
 

@@ -30,6 +30,8 @@ from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.parameters import OpenWindowGuard
 from samplewise.step.ranks import reduce_window
 from samplewise.step.recheck import Recheck
+from samplewise.step.sizes import WindowSizes
+from samplewise.step.split_accumulate import GuardedAccumulator
 from samplewise.step.window import (
     BatchCursor,
     BatchLayouts,
@@ -57,8 +59,10 @@ class WindowBuilder:
         ranks: Parallel,
         counters: Counters,
         buffers: Buffers,
+        sizes: WindowSizes,
     ):
         self.config = config
+        self.sizes = sizes
         self.evaluator = evaluator
         self.recheck = Recheck(evaluator, config.recheck, config.transforms.measures)
         self.checks = FirstWindowChecks(evaluator, self.recheck)
@@ -75,7 +79,7 @@ class WindowBuilder:
         self._complete = Window(config)  # the last complete window; `begun` until it is applied
         self.cursor: BatchCursor | None = None
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
-        self.record_norms = "norms" in config.record
+        self.record_norms = "norms" in config.record or sizes.follower is not None
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         # Adds the gradient sums of a microbatch by compiled code, or returns None: see `MicrobatchRunner.add`.
         self.compiled_sums: Callable[[Any], SampleStats | None] | None = None
@@ -89,6 +93,9 @@ class WindowBuilder:
         """Use these settings from the next window on; `samples` and `tail` apply to the open window as well, and all of
         them to a restored window without new samples, whose settings are not in its state.
         """
+        if config.samples != self.config.samples:
+            self.sizes.configure(config.samples)
+            self.record_norms = self.record_norms or self.sizes.follower is not None
         self.config = config
         self.ranks.follow_samples(self.window)
         begun = self.window.begun or self.ranks.carried > 0  # also if only other ranks carry samples
@@ -96,6 +103,11 @@ class WindowBuilder:
             self.window.config = config
             if config.transforms is not self._chain:
                 self._follow_transforms()
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of the open window, over all ranks; None: it is a batch."""
+        return self.sizes.of(self.window)
 
     def _open_window(self) -> None:
         """Start a new window, with the current settings."""
@@ -144,7 +156,7 @@ class WindowBuilder:
         while True:
             complete = None
             self._guard.enter()
-            if self._is_complete(config.samples, config.tail, ended=True):
+            if self._is_complete(self.samples, config.tail, ended=True):
                 complete = self._finish()
             all_ended = self.ranks.all_ended
             if all_ended:  # before the last update, so that a `break` there still ends the epoch
@@ -153,7 +165,7 @@ class WindowBuilder:
                     self.drop()
                 if self.window.begun:
                     self._leave()
-                self.ranks.next_pass(self.window, config.samples)
+                self.ranks.next_pass(self.window, self.samples)
             if complete is not None:
                 yield complete
             if all_ended:
@@ -190,7 +202,7 @@ class WindowBuilder:
 
     def next_window(self) -> Window | None:
         """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
-        samples = self.config.samples
+        samples = self.samples
         if self._guard.active:
             self._guard.enter()
         while self.cursor is not None:
@@ -263,9 +275,8 @@ class WindowBuilder:
     def _exchange(self, size: int | None) -> AbstractContextManager[None]:
         """Context manager: the ranks sum gradients during the last pass of this rank, inside, of `size` samples."""
         self._accumulator.compute_directions()  # they may contain collectives, which then come first on all ranks
-        config = self.config
         samples = self.window.samples + (size or 1)  # without `samples=`, the number need not be exact
-        ready = self.ranks.begin_exchange(self.window, samples, config.samples, config.tail)
+        ready = self.ranks.begin_exchange(self.window, samples, self.samples, self.config.tail)
         self.window.summing = ready is not None
         return self.evaluator.exchanging(ready)
 
@@ -392,7 +403,7 @@ class WindowBuilder:
         else:
             kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
             inner = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
-            accumulator = self.config.policy.accumulator(inner)
+            accumulator = GuardedAccumulator(inner) if chain.drops else self.config.policy.accumulator(inner)
         counts = self.evaluator.means
         if not isinstance(counts, GroupCounts):
             return accumulator

@@ -15,7 +15,15 @@ from samplewise.core.text import plural
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import TransformError
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, split_values
-from samplewise.transforms.transform import Grouping, Reference, SampleTransform, SumTransform, Transform
+from samplewise.transforms.transform import (
+    Grouping,
+    Reference,
+    SampleTransform,
+    SumTransform,
+    Transform,
+    TransformState,
+    UnitTransform,
+)
 from samplewise.transforms.weight import weight
 
 WindowCall = Callable[[SampleTransform, SampleStats], PerSample]
@@ -99,7 +107,7 @@ class Stage:
             if t.window:
                 coefficients = split_values(call(t, concatenate(weighted)), [len(part) for part in weighted])
             for k, part in enumerate(weighted):
-                weighted[k] = part.scaled(coefficients[k] if t.window else t(part), t.renormalizes)
+                weighted[k] = part.scaled(coefficients[k] if t.window else t(part), t.renormalizes, t.drops)
         return weighted
 
 
@@ -144,6 +152,15 @@ class Chain:
         return self.grouping is not None or self.samples.window
 
     @cached_property
+    def states(self) -> list[TransformState]:
+        return [t.state for t in self.samples.transforms if t.state is not None]
+
+    @cached_property
+    def drops(self) -> bool:
+        """True if samples may be left out of an update."""
+        return any(t.drops for t in self.samples.transforms)
+
+    @cached_property
     def references(self) -> list[Reference]:
         return [*self.samples.references, *self.groups.references]
 
@@ -172,6 +189,15 @@ class Chain:
     def directions(self, parameters: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
         """Direction of each reference, as a dict from parameter name to tensor."""
         return {r: r.direction(parameters) for r in self.references}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """States of the transforms that have one, in their order."""
+        return [state.state_dict() for state in self.states]
+
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
+        """Restore the states; None, or another number of them, as after a change of the transforms: new ones."""
+        for k, state in enumerate(self.states):
+            state.load_state_dict(saved[k] if saved is not None and len(saved) == len(self.states) else None)
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.transforms))})"
@@ -206,6 +232,7 @@ def chain(*transforms: Transform | Chain | Callable[..., Tensor]) -> Chain:
             f"transforms before {grouping} must give one coefficient per sample; found one per parameter. "
             "Put clip(by='parameter') after it."
         )
+    _check_drops(before, grouping, after)
     return Chain(tuple(flat), Stage(tuple(before)), grouping, Stage(tuple(after)), tuple(on_sum))
 
 
@@ -230,7 +257,7 @@ def as_transform(element: Any) -> Transform:
     if callable(element):
         return weight(element)
     raise TransformError(
-        f"a transform must be one of clip, weight, drop, normalize, align, group, noise, or a function; "
+        f"a transform must be one of clip, weight, drop, normalize, align, guard, group, noise, or a function; "
         f"found {type(element).__name__}."
     )
 
@@ -262,6 +289,28 @@ def _stages(
                 raise TransformError(f"{t} reads the batch and must come before {grouping}; found it after. Swap them.")
             (before if grouping is None else after).append(t)
     return before, grouping, after, on_sum
+
+
+def _check_drops(
+    before: Sequence[SampleTransform], grouping: Grouping | None, after: Sequence[SampleTransform]
+) -> None:
+    """Raise unless a transform that drops samples comes first, and all others need single samples only."""
+    drop = next((t for t in (*before, *after) if t.drops), None)
+    if drop is None:
+        return
+    first = next(t for t in (*before, *after) if not isinstance(t, UnitTransform))
+    if first is not drop:
+        raise TransformError(
+            f"{drop} must be the first transform, because its bounds are norms before any transform; found {first} "
+            "before it. Put it first."
+        )
+    others = [t for t in (*before, *after) if t is not drop]
+    misfits = [t for t in others if t.window or t.by_parameter or t.positions is not None or t.drops]
+    if grouping is not None or misfits:
+        raise TransformError(
+            f"{drop} must be combined with transforms that give each sample one coefficient, without the rest of the "
+            f"window; found {grouping or misfits[0]}. Leave one of them out."
+        )
 
 
 def _divide(values: PerSample, scale: float | Tensor) -> PerSample:
@@ -303,7 +352,9 @@ def sensitivity(chain: Chain, parameters: int | None = None) -> float:
 def _check_alone(transform: SampleTransform) -> None:
     """Raise unless the coefficient of a sample depends on this sample only."""
     reason = None
-    if transform.renormalizes:
+    if transform.state is not None:
+        reason = "compares a sample with those of earlier updates"
+    elif transform.renormalizes:
         reason = "divides by the weights of all samples"
     elif transform.window:
         reason = "compares a sample with the others of its window"

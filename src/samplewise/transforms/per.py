@@ -56,6 +56,11 @@ class Per:
         """Raise ValueError for transforms that set the divisor themselves."""
         transforms = (*chain.samples.transforms, *chain.groups.transforms)
         misfit = next((t for t in transforms if t.renormalizes), None)
+        if self.key is not None and chain.drops:
+            raise ValueError(
+                f"aggregate={self} divides by the counts of whole groups; found {chain!r}, which may leave out samples "
+                "of a group. Leave one of them out."
+            )
         if self.constant is not None and misfit is not None:
             raise ValueError(
                 f"aggregate={self} divides every update by the same number; found {misfit}, which divides by the "

@@ -16,6 +16,7 @@ from samplewise.core.batches import take
 from samplewise.errors import TransformError
 
 PerSample = Tensor | dict[str, Tensor]  # (B,), or name of a parameter -> (B,)
+UNKNOWN = -1  # in `SampleStats.dropped`
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,9 @@ class SampleStats:
     coefficients: PerSample | None = None  # product of the coefficients so far; None: 1
     shares: Tensor | None = None  # (B,) terms of the denominator; None: the counts
     columns: dict[str, Tensor] | None = None  # columns returned by the loss function; not used by transforms
+    # (B,) samples that a transform with `drops` leaves out: 0 for the others, 1 + index of the trained parameter with
+    # the largest gradient, or UNKNOWN; None: no sample
+    dropped: Tensor | None = None
     _count_sum: Tensor | None = field(init=False, default=None, repr=False)
 
     def __len__(self) -> int:
@@ -76,17 +80,30 @@ class SampleStats:
         return torch.ones_like(self.losses) if self.counts is None else self.counts
 
     @property
+    def kept_losses(self) -> Tensor:
+        """(B,) losses, 0 for dropped samples."""
+        return self.losses if self.dropped is None else self.losses.masked_fill(self.dropped != 0, 0)
+
+    @property
     def count_sum(self) -> Tensor | int:
-        """Σ counts, computed once."""
+        """Σ counts without dropped samples, computed once."""
         if self.counts is None:
-            return self.losses.shape[0]
+            return self.losses.shape[0] if self.dropped is None else int((self.dropped == 0).sum())
         if self._count_sum is None:
-            self._count_sum = self.counts.sum()
+            counts = self.counts if self.dropped is None else self.counts.masked_fill(self.dropped != 0, 0)
+            self._count_sum = counts.sum()
         return self._count_sum
 
-    def scaled(self, coefficients: PerSample, renormalizes: bool) -> SampleStats:
-        """Results after one more transform. A renormalizing transform multiplies the denominators as well."""
+    def scaled(self, coefficients: PerSample, renormalizes: bool, drops: bool = False) -> SampleStats:
+        """Results after one more transform. A renormalizing transform multiplies the denominators as well; one that
+        drops samples leaves those with the coefficient 0 out of the denominator.
+        """
         shares = self.denominators * one_per_sample(coefficients) if renormalizes else self.shares
+        dropped = self.dropped
+        if drops and not one_per_sample(coefficients).all():
+            zero = one_per_sample(coefficients) == 0
+            shares = self.denominators.masked_fill(zero, 0)
+            dropped = torch.where(zero, UNKNOWN, 0)
         product = coefficients if self.coefficients is None else _times(coefficients, self.coefficients)
         return SampleStats(
             losses=self.losses,
@@ -98,6 +115,7 @@ class SampleStats:
             coefficients=product,
             shares=shares,
             columns=self.columns,
+            dropped=dropped,
         )
 
     def take(self, rows: list[int]) -> SampleStats:
@@ -118,6 +136,7 @@ class SampleStats:
             coefficients=select(self.coefficients),
             shares=select(self.shares),
             columns=select(self.columns),
+            dropped=select(self.dropped),
         )
 
     def result(self) -> SampleStats:
@@ -129,6 +148,7 @@ class SampleStats:
             coefficients=self.coefficients,
             shares=self.shares,
             columns=self.columns,
+            dropped=self.dropped,
         )
 
 
@@ -153,8 +173,8 @@ def total_count(parts: Sequence[SampleStats]) -> Tensor | int:
 
 
 def total_loss(parts: Sequence[SampleStats]) -> Tensor:
-    """Σ losses. Half precision is summed in float32: its own sums may stop growing at a few hundred."""
-    losses = parts[0].losses if len(parts) == 1 else torch.cat([part.losses for part in parts])
+    """Σ losses without dropped samples. Half precision is summed in float32: its own sums may stop growing."""
+    losses = cat([part.kept_losses for part in parts])
     half = losses.dtype in (torch.float16, torch.bfloat16)
     return losses.sum(dtype=torch.float32 if half else None)
 

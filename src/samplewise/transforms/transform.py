@@ -4,6 +4,7 @@ summed; a `Grouping` sums samples of one group; a `SumTransform` changes the sum
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,31 @@ from samplewise.transforms.stats import PerSample, SampleStats
 
 NEEDS = ("losses", "counts", "norms", "batch")
 Direction = Mapping[str, Tensor]  # name of a parameter -> tensor of its shape
+
+
+class TransformState(ABC):
+    """State of a transform that depends on earlier updates. It changes once per update, after the parameters have
+    changed: coefficients do not depend on the batches and microbatches that an update is cut into.
+    """
+
+    # False in loops of other frameworks, which make an update of several calls of `sw.backward` and commit it.
+    commits_each_pass = True
+
+    @abstractmethod
+    def values(self, stats: SampleStats) -> Tensor:
+        """One value (B,) for each sample, from the results of an update or of a part of it."""
+
+    @abstractmethod
+    def commit(self, values: Tensor) -> None:
+        """Change the state by the values of all samples of an update, of all ranks."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State as numbers, strings and lists of these."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore a state; None: that of a new transform."""
 
 
 class NonFiniteCoefficientError(TransformError):
@@ -69,6 +95,8 @@ class SampleTransform:
     batch_keys: frozenset[Hashable] = frozenset()  # keys of the batch that it reads; none with need "batch": all
     sets_norm: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise
     max_norm: float | None = None  # bound of the norm of each gradient (by_parameter: of each part); None: no bound
+    state: TransformState | None = None  # what coefficients depend on besides the sample; None: nothing
+    drops: bool = False  # whether samples with coefficient 0, and those that are not finite, are left out of an update
 
     def __call__(self, stats: SampleStats) -> PerSample:
         """Coefficients, after a check of type, shape and finiteness."""
@@ -118,6 +146,10 @@ class SampleTransform:
 
     def __repr__(self) -> str:
         return self.name
+
+
+class UnitTransform(SampleTransform):
+    """Factor that converts each sample's gradient to another unit, before the transforms of the user."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from samplewise.core.files import absolute, write_json
+from samplewise.core.package import import_package
 from samplewise.core.text import Table, Tabular, plural
 
 if TYPE_CHECKING:
@@ -229,8 +229,5 @@ def _draws(actual: Tensor, count: int, generator: torch.Generator) -> list[tuple
 
 def by_query(columns: Mapping[str, Tensor]) -> pandas.DataFrame:
     """DataFrame of pandas with a row for each query and a named column for each vector (queries,)."""
-    try:
-        table = import_module("pandas").DataFrame({name: column.tolist() for name, column in columns.items()})
-    except ImportError:
-        raise ImportError("to_pandas needs pandas: pip install pandas") from None
+    table = import_package("pandas", "to_pandas").DataFrame({name: column.tolist() for name, column in columns.items()})
     return table.rename_axis(index="query")

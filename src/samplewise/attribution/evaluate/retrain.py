@@ -245,9 +245,9 @@ def _settings(training: Training, step: Step, subsets: Sequence[Tensor], queries
         "model": _digest(step.model.parameters()),
         "optimizer": json.loads(json.dumps(groups, default=repr)),
         "samples": samples,
-        "dataset": _repeatable(lambda: _digest_of_data(training.dataset[i] for i in range(0, samples, stride))),
+        "dataset": _repeatable(lambda: digest_of_data(training.dataset[i] for i in range(0, samples, stride))),
         "queries": queries,
-        "content of queries": _repeatable(lambda: _digest_of_data(training.queries)),
+        "content of queries": _repeatable(lambda: digest_of_data(training.queries)),
         "subsets": _digest(subsets),
         "epochs": training.epochs,
         "batch_size": training.batch_size,
@@ -260,7 +260,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return sha256(content for tensor in tensors for content in (str(tuple(tensor.shape)), tensor))
 
 
-def _digest_of_data(items: Iterable[Any]) -> str:
+def digest_of_data(items: Iterable[Any]) -> str:
     """Checksum of the tensors and plain values in samples or batches."""
     return sha256(leaf if isinstance(leaf, Tensor) else repr(leaf) for item in items for leaf in leaves(item))
 

@@ -23,6 +23,7 @@ class TrainerLedger:
     def __init__(self, adapter: Adapter, indexed: Indexed | None):
         self.parts = 0  # of the ledger at the last checkpoint
         self._adapter = adapter
+        self.chain = adapter.chain
         self._ledger = adapter.ledger
         self._indexed = indexed  # as it was passed to the trainer
         self._trainer: Any = None
@@ -41,9 +42,10 @@ class TrainerLedger:
         The loop starts again, from the first update, if the Trainer looks for a batch size that fits the memory.
         """
         self._adapter.take_passes()  # batches of an update that was not made
+        saved = state.stateful_callbacks.get(LedgerCallback.__name__, {}) if state.global_step else {}
+        self._adapter.chain.load_state_dict(saved.get("attributes", {}).get("transforms"))
         if self._ledger is None:
             return
-        saved = state.stateful_callbacks.get(LedgerCallback.__name__, {}) if state.global_step else {}
         parts = saved.get("attributes", {}).get("parts")
         if parts is not None or self._restarts:
             self._ledger.load_state_dict({"parts": parts or 0})
@@ -93,6 +95,14 @@ class LedgerCallback(TrainerCallback, ExportableState):
     def parts(self, parts: int) -> None:
         """Called by the Trainer with restore_callback_states_from_checkpoint. `TrainerLedger.open` reads the state."""
 
+    @property
+    def transforms(self) -> Any:
+        return None if self.ledger is None else self.ledger.chain.state_dict()
+
+    @transforms.setter
+    def transforms(self, transforms: Any) -> None:
+        """As for `parts`."""
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.ledger is not None
         self.ledger.open(state)
@@ -103,7 +113,10 @@ class LedgerCallback(TrainerCallback, ExportableState):
         self.ledger.record(state, bool(skipped))
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"parts": self.parts}}
+        attributes: dict[str, Any] = {"parts": self.parts}
+        if self.ledger is not None and self.ledger.chain.states:
+            attributes["transforms"] = self.ledger.chain.state_dict()
+        return {"args": {}, "attributes": attributes}
 
 
 # --- ids in the batches -----------------------------------------------------------------------------------------------

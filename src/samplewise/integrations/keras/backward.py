@@ -82,8 +82,14 @@ class Settings(KerasSaveable):
             state = {"directory": str(self.ledger.run), "state": self.ledger.state_dict()}
             store["ledger"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
 
+        if self.adapter.chain.states:
+            states = json.dumps(self.adapter.chain.state_dict())
+            store["transforms"] = np.frombuffer(states.encode(), np.uint8)
+
     def load_own_variables(self, store: Any) -> None:
-        """Continue the ledger after the saved rows. The state of a ledger in another directory is ignored."""
+        """Restore the states of transforms, and continue the ledger, unless it is in another directory."""
+        if "transforms" in set(store.keys()):
+            self.adapter.chain.load_state_dict(json.loads(bytes(np.asarray(store["transforms"]))))
         if self.ledger is not None and "ledger" in set(store.keys()):
             saved = json.loads(bytes(np.asarray(store["ledger"])))
             if saved["directory"] == str(self.ledger.run):

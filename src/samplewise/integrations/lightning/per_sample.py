@@ -225,9 +225,11 @@ class PerSample(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._record_update()
-        return {} if self.ledger is None else {"ledger": self.ledger.state_dict()}
+        states = {"transforms": self.transforms.state_dict()} if self.transforms.states else {}
+        return states if self.ledger is None else {**states, "ledger": self.ledger.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.transforms.load_state_dict(state_dict.get("transforms"))
         if self.ledger is not None and "ledger" in state_dict:
             self.ledger.load_state_dict(state_dict["ledger"])
 

@@ -151,6 +151,8 @@ class SeededLoader:
             yield batch
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> int:
+        if not batches:  # asked at each checkpoint: a sampler that is being iterated must not begin an epoch
+            return 0
         self._sampler.begin(epoch, derive_seed(self._seed, epoch), 0, RankShard(start=start))
         return self._sampler.samples(batches)
 

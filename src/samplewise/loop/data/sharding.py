@@ -222,9 +222,11 @@ class SeededSampler:
             seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
         with stream:
             rest = islice(sharded_indices(self._loader, self._shard, self._order), self._skip, None)
+        # Draws of an ImportanceSampler depend on earlier updates, so that it is not asked for many at a time.
+        size = getattr(self._loader.batch_sampler, "_chunk", CHUNK)
         while True:
             with stream:
-                chunk = list(islice(rest, CHUNK))
+                chunk = list(islice(rest, size))
             if not chunk:
                 return
             yield from chunk

@@ -331,6 +331,7 @@ class ProgramCache:
         chain = self.config.transforms
         reasons = {
             "the parameters are not in CPU memory": self.evaluator.trained.device.type != "cpu",
+            "transforms have a state, which changes with every update": bool(chain.states),
             "there is a loss scale": self.evaluator.precision.scales,
             "the size of microbatches is automatic": self.builder.size.automatic,
             "transforms group samples, use references or add noise": bool(

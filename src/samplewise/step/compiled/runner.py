@@ -215,7 +215,7 @@ class CompiledRunner:
         slower = [reason for cache in caches for reason in cache.slower.values()]
         if slower:
             return slower[0]
-        if self.config.compile == "auto" and self.builder.config.samples != 1:
+        if self.config.compile == "auto" and self.builder.samples != 1:
             return "compile='auto' compiles only steps with samples=1"
         return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
 
@@ -229,8 +229,8 @@ class CompiledRunner:
             return False
         updates = self.builder.counters.updates
         if self.config.compile == "auto":
-            return updates >= AUTO_AFTER and self.builder.config.samples == 1
-        return updates >= 1 and not self._in_microbatches(self.builder.config.samples or cursor.left)
+            return updates >= AUTO_AFTER and self.builder.samples == 1
+        return updates >= 1 and not self._in_microbatches(self.builder.samples or cursor.left)
 
     def _in_microbatches(self, size: int) -> bool:
         """Test whether the settings prevent that one program makes an update of `size` samples."""
@@ -244,7 +244,7 @@ class CompiledRunner:
         if self.cache.gave_up is not None or window.config.transforms.samples.uses_positions:
             return None
         size = length(microbatch) or 0
-        samples = window.config.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
+        samples = self.builder.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
         is_window = not window.samples and size == samples and not self._in_microbatches(size)
         if is_window or self.config.compile is not True or self.builder.counters.updates == 0:
             return None
@@ -290,12 +290,14 @@ class CompiledRunner:
         scheduler = self.applier.scheduler
         self.evaluator.trained.refresh()
         self.evaluator.trained.clear()
-        size = config.samples or cursor.left
+        samples = builder.samples
+        size = samples or cursor.left
         end = cursor.rows or 0
         program = self.cache.get(cursor, size)
         if program is None:
             return
         several = blocks and program.can_make_many and scheduler is None and not config.recheck
+        several = several and builder.sizes.is_fixed
         may_change = not blocks or scheduler is not None or program.update.buckets is None
         while cursor.consumed + size <= end and not (config.recheck and builder.recheck.due(builder.counters.updates)):
             limit = min((end - cursor.consumed) // size, CHUNK) if several else 1
@@ -308,7 +310,7 @@ class CompiledRunner:
             yield update
             if update._updates < limit or builder.cursor is not cursor or builder.window.open:
                 return
-            if builder.config is not config or builder.record_norms != norms:
+            if builder.config is not config or builder.record_norms != norms or builder.samples != samples:
                 return
             if may_change and not self.cache.guards_hold():
                 return
@@ -337,8 +339,7 @@ class CompiledRunner:
         if program.update.buckets is None:
             program.write_gradients(results)
             self.applier.optimizer.step()
-        if self.applier.scheduler is not None:
-            self.applier.scheduler.step()
+        self.applier.step_scheduler()
         cursor.skip(updates * program.update.samples)
         columns: Sequence[BatchColumns] = ()
         if builder.columns:
@@ -352,4 +353,5 @@ class CompiledRunner:
         counters.updates += updates
         counters.microbatches += updates
         counters.samples += samples
+        self.applier.finish(update)
         return update
