@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import samplewise as sw
-from samplewise.engine.grads.kernels import random_signs
 
 logging.getLogger("STORE").setLevel(logging.ERROR)
 
@@ -37,9 +36,10 @@ def projection_matrix(model: nn.Module, dim: int, seed: int) -> Tensor:
     """Matrix (parameters, dim) of `g.project`."""
     parts = []
     for name, p in model.named_parameters():
-        left, right = random_signs(name, tuple(p.shape), dim, seed, p.device)
-        parts.append((left[:, None] * right[None]).reshape(-1, dim))
-    return torch.cat(parts).float() / dim**0.5
+        identity = torch.eye(p.numel()).view(-1, *p.shape)
+        q = torch.zeros_like(p, requires_grad=True)
+        parts.append(sw.gradients((identity * q).flatten(1).sum(1), {name: q}).project(dim, seed))
+    return torch.cat(parts)
 
 
 def of_traker(directory: Path, models: list[nn.Module], train, queries, dim: int, damping: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import check_loader, copied, cut, keep_whole, length
+from samplewise.core.batches import check_loader, copied, cut, keep_whole, leaves, length
 from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.comparisons import difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, constants_of, note_causes, per_sample
@@ -58,6 +58,7 @@ class Scanner:
         self._size = MicrobatchSize(size, memory_budget(size, model, share=4))
         self._strategy = strategy
         self._compared = False  # a slice was compared with its batch
+        self._fitting: list[list[tuple[int, ...]]] = []  # shapes of the last microbatches that were within the budget
 
     def of(self, batch: Any) -> Iterator[tuple[Any, Gradients]]:
         """Yield (microbatch, g) of a batch."""
@@ -112,9 +113,14 @@ class Scanner:
 
     def _losses_within_budget(self, microbatch: Any, samples: int) -> Tensor | None:
         """Losses of a microbatch; None if they do not fit into memory, after which the size is smaller."""
-        if self._size.budget is None or samples == 1:  # a single sample has no budget: it cannot be cut
+        shapes = [tuple(leaf.shape) for leaf in leaves(microbatch) if isinstance(leaf, Tensor)]
+        # A single sample has no budget: it cannot be cut. Counting takes as long as a small model.
+        if self._size.budget is None or samples == 1 or shapes in self._fitting:
             return self._losses(microbatch)
         state = CallSnapshot([self._loss_fn], [self._model], [microbatch])
         with Halving(self._size, state.restore, samples), count_saved_bytes(self._model, budget=self._size.budget):
-            return self._losses(microbatch)
+            losses = self._losses(microbatch)
+            if shapes:
+                self._fitting = [*self._fitting[-1:], shapes]
+            return losses
         return None

@@ -161,6 +161,30 @@ def test_another_size_or_seed(tmp_path):
         sw.attribution.ProjectedStore(tmp_path, 16, seed=1)
 
 
+@pytest.mark.parametrize("of_older_version", [False, True])
+def test_rows_of_another_projection(tmp_path, of_older_version):
+    model, x, y = make(n=6)
+    dense = {"projection": "dense", "dtype": "float32"}
+    store = sw.attribution.ProjectedStore(tmp_path, 16, **dense)
+    store.fill(model, loss_fn, batches(x, y, 3))
+    if of_older_version:  # samplewise 0.3 had dense projections, and wrote no name
+        path = tmp_path / "store.json"
+        settings = json.loads(path.read_text())
+        assert settings.pop("projection") == "dense"
+        path.write_text(json.dumps(settings))
+    message = (
+        r"must have projection='factored', as requested; found projection='dense'. Open it with projection='dense'"
+    )
+    with pytest.raises(sw.StoreError, match=message):
+        sw.attribution.ProjectedStore(tmp_path, 16, dtype="float32")
+    with pytest.raises(sw.StoreError, match=message):
+        sw.trak(model, sw.attribution.margin, batches(x, y, 3), batches(x, y, 3), 16, directory=tmp_path)
+    again = sw.attribution.ProjectedStore(tmp_path, 16, **dense)
+    assert_close(again.rows(), sw.gradients(loss_fn(model, (x, y)), model).project(16, method="dense").float())
+    with pytest.raises(ValueError, match=r"projection must be 'factored' or 'dense'; found 'sparse'\."):
+        sw.attribution.ProjectedStore(tmp_path / "new", 16, projection="sparse")
+
+
 @pytest.mark.parametrize("name", ["rows-00000.f16", "scales.f32"])
 def test_a_truncated_file(tmp_path, name):
     filled(tmp_path)

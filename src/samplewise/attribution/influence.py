@@ -22,6 +22,7 @@ from samplewise.attribution.blocks import Block, divided, with_zeros
 from samplewise.attribution.curvature import Curvature, Rows, check_shapes, checked_damping
 from samplewise.attribution.ekfac import EKFAC
 from samplewise.attribution.gauss_newton import GaussNewton, check_refine, summary
+from samplewise.attribution.units import Unit, by_unit, check_units
 from samplewise.core.losses import LossFn
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import eval_mode
@@ -55,6 +56,8 @@ def influence(
     run: str | os.PathLike[str] | None = None,
     cosine: bool = False,
     by: None = None,
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> Tensor: ...
 @overload
@@ -71,6 +74,8 @@ def influence(
     run: str | os.PathLike[str] | None = None,
     cosine: bool = False,
     by: Literal["layer"],
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> dict[str, Tensor]: ...
 def influence(
@@ -86,6 +91,8 @@ def influence(
     run: str | os.PathLike[str] | None = None,
     cosine: bool = False,
     by: Literal["layer"] | None = None,
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> Tensor | dict[str, Tensor]:
     """Influence (queries, training samples): dot products of query and training gradients, summed over checkpoints.
@@ -120,6 +127,11 @@ def influence(
     by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
         "encoder.fc.weight", and "" for those of the model itself. The matrices add up to the result without `by`,
         except with cosine=True, which gives cosines within each layer
+    unit: what the columns are, if `loss_fn` returns a loss per token, (B, T): "sample" (sums over T), "token" (token t
+        of row i is column i * T + t), or a function (batch) -> numbers (B, T), such as those of packed documents, each
+        of which is a column, in the order of rows and numbers; tokens with negative numbers are left out. A unit costs
+        one row. Default None: samples, whose losses are (B,)
+    query_unit: the same for the rows of the result; default: `unit`
     microbatch: number of training samples computed at a time, "auto" (default) for the largest that fits into memory,
         or `sw.auto(memory)`. Query batches are not cut
     """
@@ -130,6 +142,7 @@ def influence(
     if refine is not None and damping is None and run is None and isinstance(checkpoints, (str, os.PathLike)):
         run = checkpoints
     check_train_and_queries(train, queries)
+    unit, query_unit = check_units(unit, query_unit)
     single = model if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else None
     total: Parts = {}
     refined: list[GaussNewton] = []
@@ -137,15 +150,17 @@ def influence(
     with parameters_kept(single) if single is not None else nullcontext():
         for member, weight, matrix in _members(model, checkpoints, curvature):
             number += 1
+            train_fn, train_units = by_unit(member, loss_fn, train, unit)
+            query_fn, query_units = by_unit(member, loss_fn, queries, query_unit)
             if refine is not None:
                 matrix = GaussNewton(
-                    member, loss_fn, train, matrix, refine, damping=damping, run=run, microbatch=microbatch
+                    member, train_fn, train_units, matrix, refine, damping=damping, run=run, microbatch=microbatch
                 )
                 refined.append(matrix)
             inner_product = inner_product_of(matrix, None if refine else damping)
-            scores = _Scores(member, loss_fn, inner_product, cosine, by, microbatch)
+            scores = _Scores(member, train_fn, query_fn, inner_product, cosine, by, microbatch)
             with eval_mode(member):
-                for name, part in scores.of_all(train, queries).items():
+                for name, part in scores.of_all(train_units, query_units).items():
                     total[name] = weight * part + total[name] if name in total else weight * part
     if single is None:
         total = {name: part / number for name, part in total.items()}
@@ -222,6 +237,7 @@ class _Scores(NamedTuple):
 
     model: nn.Module
     loss_fn: LossFn
+    query_loss_fn: LossFn
     inner_product: InnerProduct
     cosine: bool
     by: Literal["layer"] | None
@@ -231,7 +247,7 @@ class _Scores(NamedTuple):
         """Scores (queries, training samples) of each part."""
         scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
         rows = []
-        for _, query_gradients in scan(self.model, self.loss_fn, queries, microbatch=None):
+        for _, query_gradients in scan(self.model, self.query_loss_fn, queries, microbatch=None):
             query = self.inner_product.query(query_gradients)
             query_norms = self._norms(query_gradients) if self.cosine else {}
 

@@ -41,6 +41,7 @@ from samplewise.attribution.store_files import (
     npy_matrix,
     open_store,
 )
+from samplewise.attribution.units import Unit, by_unit
 from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.files import absolute
 from samplewise.core.losses import LossFn, with_constants
@@ -50,7 +51,7 @@ from samplewise.core.text import plural, progress
 from samplewise.core.validate import check_module
 from samplewise.dataset_pass import check_has_all_samples, check_order, map_over_ranks
 from samplewise.engine.gradients import Gradients, project
-from samplewise.engine.quantities import Projection
+from samplewise.engine.projection import Method, Projection, check_method
 from samplewise.errors import StoreError
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank, on_rank_zero
@@ -67,12 +68,13 @@ class ProjectedStore:
     `add` and `fill` hold a lock, and raise StoreError with the name of the process that holds it. With several ranks,
     every rank opens the store, in a directory that all ranks see.
 
-    dim: numbers per sample and model; the error of a dot product is about |a||b|/sqrt(dim)
+    dim: numbers per sample and model; a quarter of the number of samples is a good start, see docs/attribution.md
     seed: of the projection of the first model, as in `g.project`; model k has seed + k; default 0
     dtype: of the rows on disk, "float16" (default), "float32" or "int8"; each row has a float32 scale. With "int8" an
         entry is wrong by at most 1/254 of the largest entry of its row
     blocks: "layer" divides `dim` among the layers, so that scores can be restricted to some of them; default None: all
         parameters are projected together
+    projection: "factored" (default) or "dense", the method of `g.project`; rows of the two cannot be compared
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ProjectedStore:
         *,
         dtype: Dtype = "float16",
         blocks: Literal["layer"] | None = None,
+        projection: Method = "factored",
     ):
         if type(dim) is not int or dim < 1:
             raise ValueError(f"dim must be an integer, 1 or more; found {dim!r}.")
@@ -97,6 +100,8 @@ class ProjectedStore:
         self.seed = seed
         self.dtype = dtype
         self.blocks = blocks
+        check_method(projection, "projection")
+        self.projection = projection
         self._lock = DirectoryLock(
             self.directory, "store.lock", place="store", user="writer", remedy="open the store again", error=StoreError
         )
@@ -106,7 +111,13 @@ class ProjectedStore:
     @property
     def _settings(self) -> dict[str, int | str]:
         """Settings in store.json."""
-        return {"dim": self.dim, "seed": self.seed, "dtype": self.dtype, "blocks": self.blocks or ""}
+        return {
+            "dim": self.dim,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "blocks": self.blocks or "",
+            "projection": self.projection,
+        }
 
     @property
     def models(self) -> int:
@@ -170,6 +181,7 @@ class ProjectedStore:
         *,
         returns: Literal["losses", "outputs"] = "losses",
         second_moments: torch.optim.Optimizer | None = None,
+        unit: Unit | None = None,
         microbatch: Microbatch = "auto",
     ) -> int:
         """Add the samples of a loader for a model, and return the model's number.
@@ -184,6 +196,7 @@ class ProjectedStore:
         returns: "losses" (default), or "outputs" if `fn` is an output function, whose weights are stored with the rows
         second_moments: optimizer of the Adam family; gradients are multiplied by the scale of its steps,
             1 / (sqrt(v) + eps), before they are projected, at the cost of rows of all parameters; default None
+        unit: as in `sw.influence`, if `fn` returns a value per token, (B, T); default None
         microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
             `sw.auto(memory)`
         """
@@ -200,8 +213,9 @@ class ProjectedStore:
         with self._locked():
             number = self._number(index)
             file = self._files[number]
-            compute = features_of(model, fn, self._projection(number, trained, scale), weighted, microbatch)
-            batches = with_constants(loader, fn)
+            unit_fn, units = by_unit(model, fn, loader, unit, weighted=weighted)
+            compute = features_of(model, unit_fn, self._projection(number, trained, scale), weighted, microbatch)
+            batches = with_constants(units, unit_fn)
             missing = skip_samples(batches, len(file), lambda first: self._compare(compute(first), file))
             writer = Writer(file, self._lock)
             with eval_mode(model), _progress(loader, f"gradients of model {number}") as advance:
@@ -217,21 +231,23 @@ class ProjectedStore:
         fn: LossFn | OutputFn,
         loader: Iterable[Any],
         *,
+        unit: Unit | None = None,
         microbatch: Microbatch = "auto",
     ) -> Tensor:
         """Projections (Q, dim) of the samples of a loader, to search with; they are not stored.
 
-        The model must be one that the store was filled with, and `fn` a function of the same kind. With several ranks,
-        each computes its share.
+        The model must be one that the store was filled with, and `fn` a function of the same kind. The `unit` may be
+        another. With several ranks, each computes its share.
         """
         check_order(loader, "Use shuffle=False: rows are in the order of the loader.")
         number = self._find(checksum_of_model(model))
         index = self._files[number].index
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        compute = features_of(model, fn, self._projection(number, trained), index.weighted, microbatch)
+        unit_fn, units = by_unit(model, fn, loader, unit, weighted=index.weighted)
+        compute = features_of(model, unit_fn, self._projection(number, trained), index.weighted, microbatch)
         with eval_mode(model), _progress(loader, "gradients of queries") as advance:
             parts = []
-            for features in map_over_ranks(compute, loader):
+            for features in map_over_ranks(compute, units):
                 parts.append(features.rows)
                 advance(1)
         return torch.cat([torch.zeros(0, self.dim), *parts])
@@ -420,7 +436,7 @@ class ProjectedStore:
         if self.blocks:
             slices = block_slices(layer_widths(names, self.dim))
             blocks = {name: slices[layer_of(name)] for name in names}
-        return Projection(self.dim, self.seed + number, blocks=blocks, scale=scale)
+        return Projection(self.dim, self.seed + number, self.projection, blocks=blocks, scale=scale)
 
     def _project(self, g: Gradients | Tensor, number: int, name: str) -> Tensor:
         """Rows (B, dim) of gradients or of a tensor, float32, on the CPU."""

@@ -1,6 +1,6 @@
 """Files of a store of projected gradients: settings, and the rows of each model with crash-safe appends.
 
-    store.json        format, dim, seed, dtype, blocks, rows of a shard
+    store.json        format, dim, seed, dtype, blocks, projection, rows of a shard
     store.lock        names the process that is writing, see `core.directory_lock`
     model-0000/       rows of the first model
       rows-00000.f16  (rows of a shard, dim) float16, .f32 float32 or .i8 int8: each row divided by its scale
@@ -115,6 +115,7 @@ def open_store(directory: Path, settings: Mapping[str, Any]) -> tuple[Layout, li
             "a new store at another path."
         )
     index = read_index(path, SETTINGS if version == ONE_FILE else {**SETTINGS, "shard_rows": int})
+    index.setdefault("projection", "dense")  # not written before 0.4
     shard_rows = None if version == ONE_FILE else index["shard_rows"]
     if shard_rows is not None and shard_rows < 1:
         raise invalid(path)

@@ -15,9 +15,11 @@ from samplewise.attribution.projected_features import OutputFn
 from samplewise.attribution.scoring import top
 from samplewise.attribution.store import ProjectedStore, Queries
 from samplewise.attribution.store_files import Dtype
+from samplewise.attribution.units import Unit, check_units
 from samplewise.core.microbatch import Microbatch
 from samplewise.core.validate import refuse_keras
 from samplewise.dataset_pass import check_train_and_queries
+from samplewise.engine.projection import Method
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_rank_zero
 
@@ -33,6 +35,9 @@ def trak(
     damping: float | None = None,
     directory: str | os.PathLike[str] | None = None,
     dtype: Dtype = "float32",
+    projection: Method = "factored",
+    unit: Unit | None = None,
+    query_unit: Unit | None = None,
     microbatch: Microbatch = "auto",
 ) -> Tensor:
     """TRAK scores (queries, training samples): effect of a training sample on the output of a query.
@@ -46,21 +51,24 @@ def trak(
         train them on different random subsets of the training samples
     output_fn: (model, batch) -> outputs (B,), or (outputs, weights); `sw.attribution.margin` for classification
     train, queries: loaders or lists of batches; columns and rows of the result are in their order
-    dim: numbers per sample and model, fewer than there are training samples
+    dim: numbers per sample and model; a quarter of the number of training samples is a good start
     damping: lambda as a multiple of the mean eigenvalue of Phi^T Phi, see `Curvature`; default 0.1. Values from 0.1 to
         0.3 were best in measurements
     directory: of a `ProjectedStore`, to continue an interrupted call, or to add models later; default: a temporary
         directory
     dtype: of the stored rows, "float32" (default), "float16" for half the disk space and errors of about 0.25 % of the
         largest score, or "int8" for a quarter, see `ProjectedStore`
+    projection: "factored" (default) or "dense", the method of `g.project`
+    unit, query_unit: as in `sw.influence`, if `output_fn` returns an output per token, (B, T); default None
     microbatch: number of samples computed at a time, "auto" (default) for the largest that fits into memory, or
         `sw.auto(memory)`
     """
     check_train_and_queries(train, queries)
+    unit, query_unit = check_units(unit, query_unit)
     if isinstance(models, (nn.Module, str, os.PathLike)) and not isinstance(models, nn.ModuleList):
         models = [models]
     with _store_directory(directory) as place:
-        store = ProjectedStore(place, dim, seed, dtype=dtype)
+        store = ProjectedStore(place, dim, seed, dtype=dtype, projection=projection)
         projected: dict[int, Tensor] = {}
         for model in models:
             refuse_keras(model)
@@ -70,13 +78,13 @@ def trak(
                     f"{type(model).__name__}. For the checkpoints of a run, load each into a copy of the model, or "
                     "call sw.attribution.attribute(..., method='trak')."
                 )
-            number = store.fill(model, output_fn, train, returns="outputs", microbatch=microbatch)
+            number = store.fill(model, output_fn, train, returns="outputs", unit=unit, microbatch=microbatch)
             if number in projected:
                 raise ValueError(
                     "models must differ; found one with the parameters of an earlier one. Pass each model once; a "
                     "generator that loads checkpoints into one model must load another one for each."
                 )
-            projected[number] = store.project(model, output_fn, queries, microbatch=microbatch)
+            projected[number] = store.project(model, output_fn, queries, unit=query_unit, microbatch=microbatch)
         if not projected:
             raise ValueError("models must be a model, or at least one model in a list; found none.")
         return store.scores(projected, damping=checked_damping(damping))

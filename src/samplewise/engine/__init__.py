@@ -31,7 +31,8 @@ Data flows in this order:
            ─ rules/      conversion of saved tensors and output gradient (rule_input) into
              grads/      a representation of per-sample gradients: rows (dense), factors (factored),
              generic     or, for operations without a rule, rows on demand
-           ─ quantities  any quantity of these representations (`QuantityEvaluator`); norms, projections
+           ─ quantities  any quantity of these representations (`QuantityEvaluator`), and norms
+           ─ projection  random projections
            ─ gradients   `sw.gradients`: these quantities, sums, Gram matrices and rows; inputs: `sw.input_gradients`
 
 `profile` and `slow_paths` say where time goes.

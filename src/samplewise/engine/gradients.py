@@ -44,7 +44,8 @@ from samplewise.engine.outputs import (
 )
 from samplewise.engine.plan import Quantity
 from samplewise.engine.profile import Profile, profile
-from samplewise.engine.quantities import Norms, Projection, QuantityEvaluator, total_of, zeros
+from samplewise.engine.projection import Method, Projection
+from samplewise.engine.quantities import Norms, QuantityEvaluator, total_of, zeros
 from samplewise.engine.strategies import Planner
 from samplewise.errors import DistributedError, LossesError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
@@ -224,12 +225,18 @@ def prepare(g: Gradients) -> Gradients:
     return g
 
 
-def project(g: Gradients, projection: Projection) -> Tensor:
-    """Projection (B, dim) of each sample's gradient, as in `Gradients.project`."""
+def project(g: Gradients, projection: Projection, *, release: bool = False) -> Tensor:
+    """Projection (B, dim) of each sample's gradient, as in `Gradients.project`. release: keep no gradients for later
+    quantities, to save memory.
+    """
     g._settle()
     device = g._graph.losses.device
+
+    def quantity(grad: PerSampleGrad, name: str) -> Tensor:
+        return projection.of_parameter(grad, name, device)
+
     with g._evaluator.context:
-        by_name = g._evaluator.evaluate(lambda grad, name: projection.of_parameter(grad, name, device))
+        by_name = dict(g._evaluator.release(quantity)) if release else g._evaluator.evaluate(quantity)
         ordered = {name: by_name[name] for name in g.names if name in by_name}  # not that of the backward pass
         return projection.total(ordered, zeros(g._graph, projection.dim))
 
@@ -505,13 +512,16 @@ class Gradients:
         with torch.enable_grad():  # they require a gradient only with create_graph
             return total_of(self._graph, by_name, columns)
 
-    def project(self, dim: int, seed: int = 0) -> Tensor:
+    def project(self, dim: int, seed: int = 0, *, method: Method = "factored") -> Tensor:
         """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.
 
-        The same seed gives the same map. Each parameter, viewed as a matrix G, contributes u^T G v to each dimension,
-        with random signs u and v.
+        The same seed and method give the same map, whatever the batch.
+
+        method: "factored" (default), whose dimensions share random signs, so that the gradient of a linear layer costs
+            a fraction of its backward pass; or "dense", with signs of its own for each dimension, at several times the
+            cost. Its error of the inner products of one linear layer is smaller: by 1.6 with dim 512, 2.4 with 4096
         """
-        return project(self, Projection(dim, seed))
+        return project(self, Projection(dim, seed, method))
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 

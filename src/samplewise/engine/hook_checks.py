@@ -417,5 +417,6 @@ def _comparable(graph: Graph, name: str, gradient: Tensor) -> Tensor:
     """The gradient; of a sharded model a random projection of it, with the same norm in expectation, to save memory."""
     if not graph.sharded:
         return gradient
-    projected = DenseGrad(gradient[None]).project(*random_signs(name, gradient.shape, PROJECTED, 0, gradient.device))
+    signs = random_signs(name, gradient.shape, 1, PROJECTED, 0, gradient.device)
+    projected = DenseGrad(gradient[None]).project(*signs)
     return projected / PROJECTED**0.5

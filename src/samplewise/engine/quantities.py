@@ -1,4 +1,4 @@
-"""Quantities of the per-sample gradients of one graph: those of each parameter, norms over all of them, projections.
+"""Quantities of the per-sample gradients of one graph: those of each parameter, and norms over all of them.
 
 `QuantityEvaluator` computes any quantity of each parameter, with one of the strategies in `strategies`.
 
@@ -29,9 +29,9 @@ from samplewise.engine.deferred_checks import (
     read_at_once,
     underflow_limit,
 )
-from samplewise.engine.grads.base import PerSampleGrad, project_rows
+from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad, PackedGrad
-from samplewise.engine.grads.kernels import random_signs, root, scaled_norms
+from samplewise.engine.grads.kernels import root, scaled_norms
 from samplewise.engine.graph.graph import Graph
 from samplewise.engine.graph.hook_registry import may_have_hooks
 from samplewise.engine.graph.saved import Versions, raise_graph_error
@@ -396,56 +396,6 @@ class Norms:
                     norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
         self._scaled_by_name = norms
         return norms
-
-
-class Projection:
-    """Projection of gradients to `dim` numbers, from a seed. Random signs are kept for the next batch.
-
-    Each parameter, viewed as a matrix G, contributes u^T G v to each dimension of its block, with random signs u and v.
-
-    blocks: name of each parameter -> slice of the dimensions that it contributes to; None: all
-    scale: name of each parameter -> tensor of its shape, by which gradients are multiplied first; None: ones
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        seed: int = 0,
-        *,
-        blocks: Mapping[str, slice] | None = None,
-        scale: Mapping[str, Tensor] | None = None,
-    ):
-        if type(dim) is not int or dim < 1:
-            raise ValueError(f"dim must be a positive integer; found {dim!r}.")
-        self.dim = dim
-        self.seed = seed
-        self.scale = scale
-        self._blocks = blocks
-        self._normalization = torch.ones(dim, dtype=torch.float64)  # 1 / sqrt(size of the block) of each dimension
-        for block in [slice(0, dim)] if blocks is None else blocks.values():
-            self._normalization[block] = len(range(*block.indices(dim))) ** -0.5
-        self._signs: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
-
-    def of_parameter(self, grad: PerSampleGrad, name: str, device: torch.device) -> Tensor:
-        """Contribution of a parameter to the dimensions of its block, (b, size of the block), without normalization."""
-        if (name, device) not in self._signs:
-            size = len(range(*self._block(name).indices(self.dim)))
-            self._signs[name, device] = random_signs(name, grad.shape, size, self.seed, device)
-        left, right = self._signs[name, device]
-        if self.scale is None:
-            return grad.project(left, right)
-        return project_rows(grad, left, right, self.scale[name].to(device))
-
-    def total(self, by_name: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
-        """Sum (b, dim) of the contributions of the parameters, in the order of `by_name`, added to zeros (b, dim)."""
-        for contribution in by_name.values():  # complex parameters have complex projections
-            zeros = zeros.to(torch.promote_types(zeros.dtype, contribution.dtype))
-        for name, contribution in by_name.items():
-            zeros[:, self._block(name)] += contribution
-        return zeros * self._normalization.to(zeros)
-
-    def _block(self, name: str) -> slice:
-        return slice(0, self.dim) if self._blocks is None else self._blocks[name]
 
 
 def zeros(graph: Graph, *more: int) -> Tensor:

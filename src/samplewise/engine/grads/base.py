@@ -11,7 +11,8 @@
 Rules and `generic` add representations that compute rows on demand. A representation defines `rows` and `sum`; the base
 class computes other quantities from rows, a few samples at a time, unless there is a faster way.
 
-Legend: b sample, k projected dimension.
+Legend: b sample, o and i the two dimensions of the parameter as a matrix; p and q rows and columns
+of a tile of dimensions, n number of the tile.
 """
 
 from __future__ import annotations
@@ -175,7 +176,10 @@ class PerSampleGrad(ABC):
         return result
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """left[:, k] . row b . right[:, k] for each k, (b, k). Row b is viewed as a matrix (first dim, rest)."""
+        """Tiles left[:, :, n]^T . row b . right[:, :, n] of p x q numbers, in one dimension: (b, p * q * n).
+
+        left (o, p, n), right (i, q, n). Row b is viewed as a matrix (first dim, rest).
+        """
         return project_rows(self, left, right)
 
     def describe(self) -> str:
@@ -189,16 +193,18 @@ class RowwiseGrad(PerSampleGrad):
 
 def project_rows(grad: PerSampleGrad, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
     """As `PerSampleGrad.project`, from rows that are multiplied by `scale`, of the parameter's shape, if any."""
-    o, i = as_matrix(grad.shape)
     projections = []
     for _, rows in grad.chunks():
         if scale is not None:
             rows = rows * scale
+        o, i = as_matrix(grad.shape)
+        matrices = rows.reshape(len(rows), o, i)
         u, v = left.to(rows.dtype), right.to(rows.dtype)
-        if i == 1:
-            projections.append(flatten_rows(rows) @ (u * v))
+        if o < i:  # the first product sums over the larger dimension: its result is smaller
+            tiles = torch.einsum("boi,iqn,opn->bpqn", matrices, v, u)
         else:
-            projections.append(torch.einsum("boi,ok,ik->bk", rows.reshape(len(rows), o, i), u, v))
+            tiles = torch.einsum("boi,opn,iqn->bpqn", matrices, u, v)
+        projections.append(tiles.flatten(1))
     return torch.cat(projections)
 
 
@@ -222,6 +228,9 @@ class SummedGrad(RowwiseGrad):
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return total(grad.sum(weights) for grad in self.grads)
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        return total(grad.project(left, right) for grad in self.grads)
 
     def term_norms(self) -> Tensor:
         return total(term_norms(grad) for grad in self.grads)

@@ -2,7 +2,8 @@
 
 y = x W^T gives such gradients (left: gradient of the output, right: x), as does an embedding (left: unit vectors).
 
-Legend: b sample, t and s token, o and i the two dimensions of the parameter, k projected dimension.
+Legend: b sample, t and s token, o and i the two dimensions of the parameter; p and q rows and columns of a
+tile of a projection, n number of the tile.
 """
 
 from __future__ import annotations
@@ -270,11 +271,20 @@ class FactoredGrad(PerSampleGrad):
         if self.matrix != as_matrix(self.shape):
             return super().project(left, right)
         dtype = self.terms[0].dtype
-        left, right = left.to(dtype), right.to(dtype)
+        p, n = left.shape[1:]
+        q = right.shape[1]
+        left, right = left.flatten(1).to(dtype), right.flatten(1).to(dtype)
         projections = []
-        for term in self.terms:
-            products = _times(term.left, left) * _times(term.right, right)
-            projections.append(products[:, 0] if term.tokens == 1 else products.sum(1))  # u^T (l x r) v = <u, l> <r, v>
+        for term in self.terms:  # u^T (l x r) v = <u, l> <r, v>
+            of_left = _times(term.left, left).unflatten(2, (p, 1, n))
+            of_right = _times(term.right, right).unflatten(2, (1, q, n))
+            if term.tokens == 1:
+                tiles = of_left[:, 0] * of_right[:, 0]
+            elif p == q == 1:
+                tiles = (of_left * of_right).sum(1)
+            else:
+                tiles = torch.einsum("btpn,btqn->bpqn", of_left.squeeze(3), of_right.squeeze(2))
+            projections.append(tiles.flatten(1))
         return total(projections)
 
     def describe(self) -> str:
@@ -394,7 +404,9 @@ def _select(factor: Factor, samples: slice | Tensor) -> Factor:
 
 def _times(factor: Factor, matrix: Tensor) -> Tensor:
     """Product of a factor (b, t, o) with a matrix (o, k): (b, t, k)."""
-    return matrix[factor.positions] if isinstance(factor, OneHot) else factor @ matrix
+    if isinstance(factor, OneHot):
+        return matrix[factor.positions]
+    return mm(factor.flatten(0, 1), matrix).unflatten(0, factor.shape[:2])
 
 
 def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:

@@ -83,13 +83,21 @@ def real_inner(rows: Tensor, columns: Tensor) -> Tensor:
     return rows @ columns.to(rows.dtype)
 
 
-def random_signs(name: str, shape: tuple[int, ...], dim: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random signs (o, dim) and (i, dim) to project a parameter viewed as an o x i matrix, from its name and a seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+def random_signs(
+    name: str, shape: tuple[int, ...], side: int, tiles: int, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Random signs (o, side, tiles) and (i, side, tiles) to project a parameter viewed as an o x i matrix, see
+    `PerSampleGrad.project`, from its name and a seed.
+    """
     o, i = as_matrix(shape)
-    signs = torch.randint(0, 2, (o + i, dim), generator=generator, dtype=torch.int8) * 2 - 1
+    signs = torch.randint(0, 2, (o + i, side, tiles), generator=generator_of(name, seed), dtype=torch.int8) * 2 - 1
     left, right = signs.to(device).split([o, i])
     return left, (right if i > 1 else torch.ones_like(right))
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """Generator of the random numbers of one parameter."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
 # --- factors ---------------------------------------------------------------------------------------------------------
