@@ -696,6 +696,7 @@ OPTIONAL = {
     ("step", "memory"),
     ("step", "layouts"),
     ("step", "transforms"),
+    ("step", "sizes"),
     ("trainer", "data"),
     ("trainer", "position", "state"),
     ("meters", "lr"),

@@ -157,6 +157,17 @@ def keras() -> None:
     assert len(gradients(model, x.float(), y, loss).norms()) == len(x)
 
 
+def export() -> None:
+    model, x, y = problem()
+    batch = x[:1].float(), y[:1]
+    optimizer = torch.optim.SGD(model.float().parameters(), lr=0.1)
+    step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples=1)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "update.pte")
+        sw.export_update(step, path, batch)
+        assert sw.load_update(path).update(*batch).loss > 0
+
+
 def faiss() -> None:
     with tempfile.TemporaryDirectory() as directory:
         store = sw.attribution.ProjectedStore(Path(directory, "store"), 4)
@@ -174,6 +185,7 @@ FEATURES: dict[str, Callable[[], None]] = {
     "huggingface": huggingface,
     "lightning": lightning,
     "keras": keras,
+    "export": export,
     "faiss": faiss,
 }
 
