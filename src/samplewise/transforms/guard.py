@@ -71,6 +71,7 @@ class GuardState(TransformState):
         self._drop = drop
         self._half = max(1, window // 2)
         self._unit = unit
+        self._settings = [clip, drop, window, unit]
         self._reset()
 
     def _reset(self) -> None:
@@ -105,6 +106,9 @@ class GuardState(TransformState):
             self._norms.turn()
             self._progress = 0
         self._new = 0
+        self._compute_bounds()
+
+    def _compute_bounds(self) -> None:
         norms = self._norms
         self.bound = self.limit = inf
         if self._clip is not None and len(norms) >= CLIP_AFTER:
@@ -122,12 +126,16 @@ class GuardState(TransformState):
         self._count_added()
         norms = {name: list(map(list, sorted(counts.items()))) for name, counts in self._norms.state_dict().items()}
         bounds = [None if bound == inf else bound for bound in (self.bound, self.limit)]
-        return {"norms": norms, "bounds": bounds, "new": self._new, "progress": self._progress}
+        counts = {"new": self._new, "progress": self._progress}
+        return {"norms": norms, "bounds": bounds, **counts, "settings": self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self._reset()
         if state is not None:
             self._norms.load_state_dict({name: dict(counts) for name, counts in state["norms"].items()})
+            if state["settings"] != self._settings:
+                self._compute_bounds()
+                return
             self.bound, self.limit = (inf if bound is None else float(bound) for bound in state["bounds"])
             self._new = int(state["new"])
             self._progress = int(state["progress"])
