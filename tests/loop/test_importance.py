@@ -296,6 +296,38 @@ def test_skipped_updates_leave_scores_alone():
     assert sampler.scores.isnan().nonzero().view(-1).tolist() == sorted(skipped)
 
 
+def test_samples_that_a_guard_drops_leave_scores_alone():
+    """Otherwise a sample that is dropped because of its norm would be drawn most of the time."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 3, generator=generator)
+    y = x.sum(1)
+    y[11] = 1e7
+    data = TensorDataset(x, y)
+
+    def squares(model, batch):
+        return (model(batch[0]).squeeze(1) - batch[1]).square()
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    transforms = [sw.guard(), sw.weight("importance")]
+    step = sw.Step(model, optimizer, squares, transforms=transforms)
+    sampler = sw.ImportanceSampler(data, 20)
+    loader = make_loader(sampler, data)
+    sampler.listen(step)
+    step.transforms.states[0].commit(torch.full((50,), 3.0))  # so that the guard drops from the first update on
+    dropped = 0
+    for _ in range(4):
+        for update in step.over(loader):
+            sampler.add(update)
+            dropped += int(update.dropped.sum())
+            assert set(update.columns["id"][update.dropped].tolist()) <= {11}
+    assert 1 <= dropped < 12
+    assert sampler.scores[11].isnan()
+    assert sampler.probabilities[11] == pytest.approx(1 / 200)
+    assert sampler.variance_ratio > 0.2
+
+
 def test_scores_of_any_magnitude():
     sampler = sw.ImportanceSampler(DATA, 10)
     sampler.scores = torch.full((SAMPLES,), 1e308, dtype=torch.float64)

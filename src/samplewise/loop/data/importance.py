@@ -26,7 +26,7 @@ from samplewise.loop.stopping import interval
 from samplewise.parallel import collectives
 from samplewise.privacy.sampling import check_count, check_dataset
 from samplewise.step.step import Step
-from samplewise.step.update import Update, has_counts
+from samplewise.step.update import Update, has_counts, has_dropped
 
 if TYPE_CHECKING:
     from samplewise.loop.trainer import Trainer
@@ -298,6 +298,8 @@ class ImportanceSampler(Sampler[list[Any]]):
                     f"{self.score!r}. Return other columns from the loss function, after the losses: {{name: values}}."
                 )
             norms = update.norms if all(part.raw_norms is not None for part in update._parts) else values
+            if has_dropped(update):  # not in the update: their scores must not draw them more often
+                values = values.where(~update.dropped, math.nan)
             rows = [ids, values, torch.as_tensor(columns[KEY]), norms]
             self._visits.append(torch.stack([row.double().cpu() for row in rows], 1))
 
