@@ -421,6 +421,69 @@ def test_custom_loop_continues_inside_a_batch(every, stop):
     assert draws == whole
 
 
+@pytest.mark.parametrize("every", ["1ep", 3])
+@pytest.mark.parametrize("stop", [4, 6, 7, 9, 12, 13, 20])
+def test_custom_loop_continues_with_an_open_window(every, stop):
+    """Updates of 8 samples, batches of 5, 50 samples in an epoch: samples of the open window are in the state of the
+    step, and must not be drawn again.
+    """
+
+    def parts():
+        sampler, step = sw.ImportanceSampler(DATA, 5, every=every), make_step(samples=8, tail="carry")
+        sampler.listen(step)
+        return sampler, step, make_loader(sampler)
+
+    def loop(sampler, step, loader, start, until):
+        updates = []
+        batch = start
+        while batch < until:
+            for inputs in loader:
+                for update in step(inputs):
+                    sampler.add(update)
+                    updates.append(update.columns["id"].tolist())
+                batch += 1
+                if batch == until:
+                    break
+        return updates
+
+    whole = loop(*parts(), 0, 30)
+    first = parts()
+    draws = loop(*first, 0, stop)
+    states = [part.state_dict() for part in (*first[:2], first[1].model)]
+    second = parts()
+    for part, state in zip((*second[:2], second[1].model), states, strict=True):
+        part.load_state_dict(state)
+    assert draws + loop(*second, stop, 30) == whole
+
+
+@pytest.mark.parametrize("stop", [4, 6, 7, 10])
+def test_custom_loop_continues_in_an_epoch_with_carried_samples(stop):
+    """Updates of 16 samples, batches of 10, 50 samples in an epoch."""
+
+    def parts():
+        sampler, step = sw.ImportanceSampler(DATA, 10), make_step(samples=16, tail="carry")
+        sampler.listen(step)
+        return sampler, step, make_loader(sampler)
+
+    def loop(sampler, step, loader, until):
+        updates = []
+        while True:
+            for update in step.over(loader):
+                sampler.add(update)
+                updates.append(update.columns["id"].tolist())
+                if len(updates) == until:
+                    return updates
+
+    whole = loop(*parts(), 15)
+    first = parts()
+    draws = loop(*first, stop)
+    states = [part.state_dict() for part in (*first[:2], first[1].model)]
+    second = parts()
+    for part, state in zip((*second[:2], second[1].model), states, strict=True):
+        part.load_state_dict(state)
+    assert draws + loop(*second, 15 - stop) == whole
+
+
 def test_resume_with_other_settings():
     sampler = sw.ImportanceSampler(DATA, 5)
     state = sampler.state_dict()

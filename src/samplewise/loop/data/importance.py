@@ -102,7 +102,8 @@ class ImportanceSampler(Sampler[list[Any]]):
         self._updates: list[Update] = []  # whose visits have not been read
         self._visits: list[Tensor] = []  # (visits, 4) since the last refresh: id, value, weight and norm; of this rank
         self._added = 0  # updates since the last refresh
-        self._used = 0  # samples of the epoch that are in updates, over all ranks
+        self._step: Step | None = None
+        self._used = 0  # samples of the epoch that are in updates, over all ranks; negative: carried from the last one
         self._epoch = -1
         self._seed = 0  # of the epoch
         self._iteration = 0
@@ -128,11 +129,12 @@ class ImportanceSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         self._iteration += 1
         iteration = self._iteration
-        first = self._used if self._continues else 0  # sample of the epoch
+        first = max(0, self._used + self._open_samples()) if self._continues else 0  # sample of the epoch
         rank, ranks = (0, 1) if self._trainer_skips else (collectives.rank(), collectives.size())
         if self.batch_size < ranks:
             raise ValueError(f"batch_size must be at least the number of ranks, {ranks}; found {self.batch_size}.")
-        if not self._continues:
+        if not self._continues or first >= len(self) * self.batch_size:
+            first = 0
             if not self._trainer_skips:
                 self._begin_epoch(self._epoch + 1)
             self._seed = int(torch.randint(2**62, (), generator=self.generator))
@@ -219,6 +221,7 @@ class ImportanceSampler(Sampler[list[Any]]):
             )
         predictions = [self.score] if self.score in PREDICTION_COLUMNS else []
         step.require(norms=self.score == "norms", columns={"id": "id", KEY: KEY}, predictions=predictions)
+        self._step = step
         self._constant_divisor = step.config.constant_divisor is not None
 
     def add(self, update: Update) -> None:
@@ -236,8 +239,7 @@ class ImportanceSampler(Sampler[list[Any]]):
         block = max(self._tables, default=0) + 1
         while block * self._block < len(self) and self._used >= (block - 1) * self._block * self.batch_size:
             self._refresh()
-            # With tail="carry" the position of the data may lie before `used`: one used block more is kept.
-            self._tables = {number: table for number, table in self._tables.items() if number >= block - 2}
+            self._tables = {number: table for number, table in self._tables.items() if number >= block - 1}
             self._tables[block] = self._relative()
             block += 1
 
@@ -247,7 +249,12 @@ class ImportanceSampler(Sampler[list[Any]]):
             self._refresh()
             self._tables = dict.fromkeys(range(min(2, -(-len(self) // self._block))), self._relative())
         self._epoch = epoch
-        self._used = 0
+        self._used = -self._open_samples()
+
+    def _open_samples(self) -> int:
+        """Samples in the open window of the step, as with tail="carry", of all ranks. Collective."""
+        samples = 0 if self._step is None else self._step._windows.window.samples
+        return int(collectives.all_reduce_scalars(samples)[0])
 
     def _refresh(self) -> None:
         """Update the scores by the visits of all ranks since the last refresh. Collective."""
@@ -375,12 +382,12 @@ class ImportanceSampler(Sampler[list[Any]]):
             visits = [torch.cat(visits)]
         self._visits = visits[collectives.rank() :][:1]
         self._updates = []
-        self._continues = self._epoch >= 0 and self._used < len(self) * self.batch_size
+        self._continues = self._epoch >= 0
 
 
 STATE: Any = {
-    **dict.fromkeys(("samples", "batch_size", "used", "added"), COUNT),
-    **dict.fromkeys(("epoch", "seed"), WHOLE),
+    **dict.fromkeys(("samples", "batch_size", "added"), COUNT),
+    **dict.fromkeys(("epoch", "seed", "used"), WHOLE),
     **dict.fromkeys(("generator", "scores"), TENSOR),
     "every": TEXT,
     "variance_ratio": NUMBER,
