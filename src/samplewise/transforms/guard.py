@@ -30,7 +30,7 @@ def guard(clip: float | None = 0.99, drop: float | None = 50.0, window: str | in
     clip: the bound is this quantile of the recorded norms, rounded up by at most 2 %; None: nothing is clipped.
     drop: a sample beyond `drop` times the median of the recorded norms gets weight 0; None: none because of its norm.
     window: how far back norms are used: those of the last half to whole window of updates ("1000up") or samples
-    ("50000samples").
+    ("50000samples"). Half of a window should have more than 100 samples, or nothing is clipped at its beginning.
 
     A sample whose loss or gradient is NaN or infinite gets weight 0 as well (in `sw.backward`, it raises as without a
     guard). Dropped samples are in no sum: neither in the denominator of the update nor in `update.loss`;
