@@ -185,6 +185,11 @@ def test_refresh_needs_batches_that_are_not_fetched_too_early():
     message = re.escape("every 2 batches needs 2 batches in updates before batch 4 is drawn; found 0")
     with pytest.raises(sw.BatchError, match=message):
         train_epoch(sampler, step, make_loader(sampler, num_workers=1, prefetch_factor=4))
+    sampler = sw.ImportanceSampler(DATA, 5, every=2)
+    step = make_step(samples=30)
+    sampler.listen(step)
+    with pytest.raises(sw.BatchError, match=message + re.escape(". Use a larger every=: an interval must hold the")):
+        train_epoch(sampler, step, make_loader(sampler))
 
 
 class Augmented(Dataset):

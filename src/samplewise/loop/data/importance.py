@@ -168,9 +168,9 @@ class ImportanceSampler(Sampler[list[Any]]):
                 return None
             raise BatchError(
                 f"a refresh every {plural(self._block, 'batch', 'batches')} needs {(block - 1) * self._block} batches "
-                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=, or fetch "
-                "fewer batches ahead (num_workers, prefetch_factor); in a custom loop, call sampler.add(update) after "
-                "each update."
+                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=: an interval "
+                "must hold the batches of an update (samples=) and those fetched ahead (num_workers * "
+                "prefetch_factor); in a custom loop, call sampler.add(update) after each update."
             )
         relative = self._tables[block]
         count = min(self._block, len(self) - block * self._block) * self.batch_size
