@@ -517,7 +517,10 @@ WRONG = {
     "floor must be above 0, to draw every sample, and at most 1; found 0": lambda: sw.ImportanceSampler(
         DATA, 5, floor=0
     ),
+    "at most 1; found '0.1'. Pass for example 0.1": lambda: sw.ImportanceSampler(DATA, 5, floor="0.1"),
     "decay must be at least 0 and below 1; found 1": lambda: sw.ImportanceSampler(DATA, 5, decay=1),
+    "decay must be at least 0 and below 1; found None": lambda: sw.ImportanceSampler(DATA, 5, decay=None),
+    "score must be 'norms', 'losses' or the name of a column; found 5": lambda: sw.ImportanceSampler(DATA, 5, score=5),
     "every must be a duration such as '1ep'": lambda: sw.ImportanceSampler(DATA, 5, every="3samples"),
     "listen needs the sw.Step": lambda: sw.ImportanceSampler(DATA, 5).listen(DATA),
     "add needs an update; found int": lambda: sw.ImportanceSampler(DATA, 5).add(1),
@@ -553,6 +556,13 @@ def test_sampler_and_loader_belong_together():
     for given in (loader, DataLoader(DATA)):
         with pytest.raises(TypeError, match="must be the batch_sampler of a DataLoader"):
             sw.Trainer(make_step(), None, [sampler], progress=False).fit(given, epochs=1)
+
+
+def test_validation_with_an_importance_sampler_is_refused():
+    sampler = sw.ImportanceSampler(DATA, 5)
+    loader = make_loader(sampler)
+    with pytest.raises(TypeError, match="validate must be a plain loader, because draws of an ImportanceSampler"):
+        sw.Trainer(make_step(), None, [sampler], progress=False).fit(loader, loader, epochs=1)
 
 
 def test_sampler_of_another_dataset():

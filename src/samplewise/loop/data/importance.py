@@ -82,11 +82,13 @@ class ImportanceSampler(Sampler[list[Any]]):
     ):
         check_dataset(dataset, "ImportanceSampler")
         check_count("batch_size", batch_size)
-        if not 0 < floor <= 1:
+        if not isinstance(score, str):
+            raise TypeError(f"score must be 'norms', 'losses' or the name of a column; found {score!r}.")
+        if not (isinstance(floor, (int, float)) and 0 < floor <= 1):
             raise ValueError(
                 f"floor must be above 0, to draw every sample, and at most 1; found {floor!r}. Pass for example 0.1."
             )
-        if not 0 <= decay < 1:
+        if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
             raise ValueError(f"decay must be at least 0 and below 1; found {decay!r}. Pass 0 for the last value.")
         self.samples = len(dataset)
         self.batch_size = batch_size
