@@ -62,3 +62,36 @@ def test_a_directory_without_a_recipe_is_refused(tmp_path):
         "samplewise: Invalid value for RUN: must be a run of samplewise train, which has a recipe.json; found none "
         f"that can be read in {tmp_path}."
     )
+
+
+SAMPLED = (
+    HEALTHY
+    + GUARDED.replace('sw.guard(window="20up")', 'sw.guard(window="20up"), sw.weight("importance")')
+    + """
+
+x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+dataset = TensorDataset(x, x[:, :3].argmax(1))
+sampler = sw.ImportanceSampler(dataset, 8, every="3up")
+
+
+def data():
+    return DataLoader(sw.Indexed(dataset), batch_sampler=sampler)
+
+
+def callbacks():
+    return [sampler, sw.callbacks.ModelCheckpoint(every="7up")]
+"""
+)
+
+
+@pytest.mark.parametrize("update", [0, 6, 9, 16])
+def test_a_replay_of_importance_sampling_draws_the_recorded_samples(recipe, update):
+    path = recipe(SAMPLED)
+    assert command("train", path, "--ledger", "--epochs", 3, "--samples", 8, "--device", "cpu").exit_code == 0
+    result = command("replay", "runs/recipe", "--update", update, "--device", "cpu")
+    assert result.exit_code == 0
+    assert "largest difference to the losses in the ledger: 0\n" in result.stdout
+    ledger = sw.read_ledger("runs/recipe").to_pandas()
+    recorded = ledger[ledger["update"] == update].sort_values("norm", ascending=False, kind="stable")
+    assert [int(id) for _, id, *_ in rows(result)] == recorded["id"].tolist()
+    assert [row[4] for row in rows(result)] == pytest.approx(recorded["weight"].tolist(), rel=1e-3)

@@ -185,6 +185,11 @@ def test_refresh_needs_batches_that_are_not_fetched_too_early():
     message = re.escape("every 2 batches needs 2 batches in updates before batch 4 is drawn; found 0")
     with pytest.raises(sw.BatchError, match=message):
         train_epoch(sampler, step, make_loader(sampler, num_workers=1, prefetch_factor=4))
+    sampler = sw.ImportanceSampler(DATA, 5, every=2)
+    step = make_step(samples=30)
+    sampler.listen(step)
+    with pytest.raises(sw.BatchError, match=message + re.escape(". Use a larger every=: an interval must hold the")):
+        train_epoch(sampler, step, make_loader(sampler))
 
 
 class Augmented(Dataset):
@@ -296,6 +301,38 @@ def test_skipped_updates_leave_scores_alone():
     assert sampler.scores.isnan().nonzero().view(-1).tolist() == sorted(skipped)
 
 
+def test_samples_that_a_guard_drops_leave_scores_alone():
+    """Otherwise a sample that is dropped because of its norm would be drawn most of the time."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 3, generator=generator)
+    y = x.sum(1)
+    y[11] = 1e7
+    data = TensorDataset(x, y)
+
+    def squares(model, batch):
+        return (model(batch[0]).squeeze(1) - batch[1]).square()
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    transforms = [sw.guard(), sw.weight("importance")]
+    step = sw.Step(model, optimizer, squares, transforms=transforms)
+    sampler = sw.ImportanceSampler(data, 20)
+    loader = make_loader(sampler, data)
+    sampler.listen(step)
+    step.transforms.states[0].commit(torch.full((50,), 3.0))  # so that the guard drops from the first update on
+    dropped = 0
+    for _ in range(4):
+        for update in step.over(loader):
+            sampler.add(update)
+            dropped += int(update.dropped.sum())
+            assert set(update.columns["id"][update.dropped].tolist()) <= {11}
+    assert 1 <= dropped < 12
+    assert sampler.scores[11].isnan()
+    assert sampler.probabilities[11] == pytest.approx(1 / 200)
+    assert sampler.variance_ratio > 0.2
+
+
 def test_scores_of_any_magnitude():
     sampler = sw.ImportanceSampler(DATA, 10)
     sampler.scores = torch.full((SAMPLES,), 1e308, dtype=torch.float64)
@@ -389,6 +426,69 @@ def test_custom_loop_continues_inside_a_batch(every, stop):
     assert draws == whole
 
 
+@pytest.mark.parametrize("every", ["1ep", 3])
+@pytest.mark.parametrize("stop", [4, 6, 7, 9, 12, 13, 20])
+def test_custom_loop_continues_with_an_open_window(every, stop):
+    """Updates of 8 samples, batches of 5, 50 samples in an epoch: samples of the open window are in the state of the
+    step, and must not be drawn again.
+    """
+
+    def parts():
+        sampler, step = sw.ImportanceSampler(DATA, 5, every=every), make_step(samples=8, tail="carry")
+        sampler.listen(step)
+        return sampler, step, make_loader(sampler)
+
+    def loop(sampler, step, loader, start, until):
+        updates = []
+        batch = start
+        while batch < until:
+            for inputs in loader:
+                for update in step(inputs):
+                    sampler.add(update)
+                    updates.append(update.columns["id"].tolist())
+                batch += 1
+                if batch == until:
+                    break
+        return updates
+
+    whole = loop(*parts(), 0, 30)
+    first = parts()
+    draws = loop(*first, 0, stop)
+    states = [part.state_dict() for part in (*first[:2], first[1].model)]
+    second = parts()
+    for part, state in zip((*second[:2], second[1].model), states, strict=True):
+        part.load_state_dict(state)
+    assert draws + loop(*second, stop, 30) == whole
+
+
+@pytest.mark.parametrize("stop", [4, 6, 7, 10])
+def test_custom_loop_continues_in_an_epoch_with_carried_samples(stop):
+    """Updates of 16 samples, batches of 10, 50 samples in an epoch."""
+
+    def parts():
+        sampler, step = sw.ImportanceSampler(DATA, 10), make_step(samples=16, tail="carry")
+        sampler.listen(step)
+        return sampler, step, make_loader(sampler)
+
+    def loop(sampler, step, loader, until):
+        updates = []
+        while True:
+            for update in step.over(loader):
+                sampler.add(update)
+                updates.append(update.columns["id"].tolist())
+                if len(updates) == until:
+                    return updates
+
+    whole = loop(*parts(), 15)
+    first = parts()
+    draws = loop(*first, stop)
+    states = [part.state_dict() for part in (*first[:2], first[1].model)]
+    second = parts()
+    for part, state in zip((*second[:2], second[1].model), states, strict=True):
+        part.load_state_dict(state)
+    assert draws + loop(*second, 15 - stop) == whole
+
+
 def test_resume_with_other_settings():
     sampler = sw.ImportanceSampler(DATA, 5)
     state = sampler.state_dict()
@@ -417,7 +517,10 @@ WRONG = {
     "floor must be above 0, to draw every sample, and at most 1; found 0": lambda: sw.ImportanceSampler(
         DATA, 5, floor=0
     ),
+    "at most 1; found '0.1'. Pass for example 0.1": lambda: sw.ImportanceSampler(DATA, 5, floor="0.1"),
     "decay must be at least 0 and below 1; found 1": lambda: sw.ImportanceSampler(DATA, 5, decay=1),
+    "decay must be at least 0 and below 1; found None": lambda: sw.ImportanceSampler(DATA, 5, decay=None),
+    "score must be 'norms', 'losses' or the name of a column; found 5": lambda: sw.ImportanceSampler(DATA, 5, score=5),
     "every must be a duration such as '1ep'": lambda: sw.ImportanceSampler(DATA, 5, every="3samples"),
     "listen needs the sw.Step": lambda: sw.ImportanceSampler(DATA, 5).listen(DATA),
     "add needs an update; found int": lambda: sw.ImportanceSampler(DATA, 5).add(1),
@@ -453,6 +556,13 @@ def test_sampler_and_loader_belong_together():
     for given in (loader, DataLoader(DATA)):
         with pytest.raises(TypeError, match="must be the batch_sampler of a DataLoader"):
             sw.Trainer(make_step(), None, [sampler], progress=False).fit(given, epochs=1)
+
+
+def test_validation_with_an_importance_sampler_is_refused():
+    sampler = sw.ImportanceSampler(DATA, 5)
+    loader = make_loader(sampler)
+    with pytest.raises(TypeError, match="validate must be a plain loader, because draws of an ImportanceSampler"):
+        sw.Trainer(make_step(), None, [sampler], progress=False).fit(loader, loader, epochs=1)
 
 
 def test_sampler_of_another_dataset():

@@ -248,6 +248,7 @@ def test_the_total_of_the_checkpoint_is_kept(tmp_path):
     with pytest.warns(sw.TrainingWarning, match="total of the scheduler: the checkpoint's 120 is kept"):
         second.fit(loader(), epochs=2, resume=True)
     assert rate(second.step) == 0.0
+    assert "total=120)" in repr(second.step.scheduler)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -119,7 +119,9 @@ def test_a_window_in_samples_forgets_like_one_in_updates():
         values = torch.rand(40, generator=generator) * (k + 1)
         for guard in (by_updates, by_samples):
             guard.state.commit(values)
-    assert by_updates.state.state_dict() == by_samples.state.state_dict()
+    states = [guard.state.state_dict() for guard in (by_updates, by_samples)]
+    assert [state.pop("settings") for state in states] == [[0.99, 50.0, 10, "up"], [0.99, 50.0, 400, "samples"]]
+    assert states[0] == states[1]
     assert len(by_updates.state._norms) == 5 * 40  # the second half has just begun
 
 
@@ -494,3 +496,23 @@ def test_the_formula():
         "c1 = min(1, quantile 0.99/‖g‖), 0 if ‖g‖ > 50·median, 0 if not finite"
     )
     assert repr(sw.guard(window=500)) == "guard(clip=0.99, drop=50.0, window='500up')"
+
+
+@pytest.mark.parametrize(
+    ("options", "progress"),
+    [({}, 7), ({"clip": None}, 0), ({"drop": None}, 0), ({"clip": 0.5}, 0), ({"window": "200samples"}, 0)],
+    ids=str,
+)
+def test_a_state_of_other_settings_has_the_same_norms_and_new_bounds(options, progress):
+    saved = sw.guard(window="100up").state
+    for k in range(7):
+        saved.commit(torch.linspace(1, 2, 30) * 1.5**k)
+    guard = sw.guard(**{"window": "100up", **options})
+    guard.state.load_state_dict(saved.state_dict())
+    assert guard.state.state_dict()["norms"] == saved.state_dict()["norms"]
+    assert guard.state.state_dict()["progress"] == progress
+    large = stats([1e6])
+    assert guard(stats([1.0])) == 1
+    assert guard(large) == (0 if options.get("drop", 50) else guard.state.bound / 1e6)
+    assert (guard.state.bound == saved.bound) == (options.get("clip", 0.99) == 0.99)
+    assert (guard.state.bound == inf) == ("clip" in options and options["clip"] is None)

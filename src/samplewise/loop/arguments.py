@@ -62,8 +62,15 @@ def check_resume(resume: Any, run: Path | None) -> None:
         raise ValueError("resume=True needs a run directory; found none. Use Trainer(..., run='runs/name').")
 
 
-def check_sampler(loader: Any, callbacks: Iterable[Any]) -> None:
-    """Raise TypeError if an ImportanceSampler would get no scores, or the same draws on every rank."""
+def check_sampler(loader: Any, callbacks: Iterable[Any], validate: Any) -> None:
+    """Raise TypeError if an ImportanceSampler would get no scores, the same draws on every rank, or draws of a
+    validation.
+    """
+    if isinstance(getattr(validate, "batch_sampler", None), ImportanceSampler):
+        raise TypeError(
+            "validate must be a plain loader, because draws of an ImportanceSampler have another distribution than the "
+            "dataset; found a loader with such a sampler. Pass DataLoader(dataset, batch_size=...)."
+        )
     sharded = isinstance(loader, ShardedLoader)
     sampler = getattr(loader.loader if sharded else loader, "batch_sampler", None)
     if isinstance(sampler, ImportanceSampler) and (sharded or all(callback is not sampler for callback in callbacks)):

@@ -17,6 +17,7 @@ from samplewise.ledger.files import list_parts, read_ledger
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.directory import FOLDER, newest_first
 from samplewise.loop.checkpoint.state import check_trainer_state
+from samplewise.loop.data.importance import ImportanceSampler
 from samplewise.loop.trainer import Trainer
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.step import Step
@@ -75,7 +76,9 @@ def replay(
     """
     start, state = _state_before(run, update)
     watch = _Watch(step, update, id)
-    trainer = Trainer(step, None, [watch], progress=False, device=device, seed=seed)
+    sampler = getattr(loader, "batch_sampler", None)
+    samplers = [sampler] if isinstance(sampler, ImportanceSampler) else []  # a callback with a state of its own
+    trainer = Trainer(step, None, [*samplers, watch], progress=False, device=device, seed=seed)
     if state is not None:
         trainer._resume_from(state, loader)
     error: Exception | None = None

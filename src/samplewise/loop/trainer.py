@@ -162,7 +162,7 @@ class Trainer(CheckedAttributes):
             options = {"overfit_batches": overfit_batches is not None, "fast_dev_run": fast_dev_run}
             arguments.check_private(self.step, self.log_every, callbacks, validate, options)
             arguments.check_resume(resume, self.run)
-            arguments.check_sampler(loader, callbacks)
+            arguments.check_sampler(loader, callbacks, validate)
 
             # Open loader and run directory, and load the newest checkpoint. Callbacks may change the settings then.
             data = self._open(loader, overfit_batches, resume)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -111,7 +111,6 @@ class SampleScheduler:
         is_sequence = schedule.scheduler is SequentialLR
         schedules: Sequence[BySamples] = schedule.options["schedulers"] if is_sequence else [schedule]
         self._starts = [0, *schedule.options["milestones"]] if is_sequence else [0]
-        self._total = schedule.total
         self._totals = [part.total for part in schedules]
         self._parts: list[Any] = [_bind(part, optimizer) for part in schedules]
         self.seek(0)
@@ -128,7 +127,7 @@ class SampleScheduler:
     def seek(self, samples: int) -> None:
         """Set the learning rate for an update after this number of samples."""
         self.samples = samples
-        position = min(samples, self._total)
+        position = min(samples, self.schedule.total)
         k = bisect_right(self._starts, position) - 1
         _set_rates(self._parts[k], min(position - self._starts[k], self._totals[k]))
 
@@ -138,7 +137,7 @@ class SampleScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         parts = [part.state_dict() for part in self._parts]
-        lengths = {"_totals": list(self._totals), "_milestones": self._starts[1:], "total": self._total}
+        lengths = {"_totals": list(self._totals), "_milestones": self._starts[1:], "total": self.schedule.total}
         return {"kind": self._kind, "_samples": self.samples, **lengths, "_schedulers": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,7 +148,7 @@ class SampleScheduler:
                 f"{state['kind']}. Use the saved one."
             )
         self.samples = state["_samples"]
-        self._total = state["total"]
+        self.schedule = replace(self.schedule, total=state["total"])
         self._totals = list(state["_totals"])
         self._starts = [0, *state["_milestones"]]
         for part, saved in zip(self._parts, state["_schedulers"], strict=True):

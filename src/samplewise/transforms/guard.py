@@ -30,7 +30,7 @@ def guard(clip: float | None = 0.99, drop: float | None = 50.0, window: str | in
     clip: the bound is this quantile of the recorded norms, rounded up by at most 2 %; None: nothing is clipped.
     drop: a sample beyond `drop` times the median of the recorded norms gets weight 0; None: none because of its norm.
     window: how far back norms are used: those of the last half to whole window of updates ("1000up") or samples
-    ("50000samples").
+    ("50000samples"). Half of a window should have more than 100 samples, or nothing is clipped at its beginning.
 
     A sample whose loss or gradient is NaN or infinite gets weight 0 as well (in `sw.backward`, it raises as without a
     guard). Dropped samples are in no sum: neither in the denominator of the update nor in `update.loss`;
@@ -71,6 +71,7 @@ class GuardState(TransformState):
         self._drop = drop
         self._half = max(1, window // 2)
         self._unit = unit
+        self._settings = [clip, drop, window, unit]
         self._reset()
 
     def _reset(self) -> None:
@@ -105,6 +106,9 @@ class GuardState(TransformState):
             self._norms.turn()
             self._progress = 0
         self._new = 0
+        self._compute_bounds()
+
+    def _compute_bounds(self) -> None:
         norms = self._norms
         self.bound = self.limit = inf
         if self._clip is not None and len(norms) >= CLIP_AFTER:
@@ -122,12 +126,16 @@ class GuardState(TransformState):
         self._count_added()
         norms = {name: list(map(list, sorted(counts.items()))) for name, counts in self._norms.state_dict().items()}
         bounds = [None if bound == inf else bound for bound in (self.bound, self.limit)]
-        return {"norms": norms, "bounds": bounds, "new": self._new, "progress": self._progress}
+        counts = {"new": self._new, "progress": self._progress}
+        return {"norms": norms, "bounds": bounds, **counts, "settings": self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self._reset()
         if state is not None:
             self._norms.load_state_dict({name: dict(counts) for name, counts in state["norms"].items()})
+            if state["settings"] != self._settings:
+                self._compute_bounds()
+                return
             self.bound, self.limit = (inf if bound is None else float(bound) for bound in state["bounds"])
             self._new = int(state["new"])
             self._progress = int(state["progress"])

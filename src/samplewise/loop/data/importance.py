@@ -26,7 +26,7 @@ from samplewise.loop.stopping import interval
 from samplewise.parallel import collectives
 from samplewise.privacy.sampling import check_count, check_dataset
 from samplewise.step.step import Step
-from samplewise.step.update import Update, has_counts
+from samplewise.step.update import Update, has_counts, has_dropped
 
 if TYPE_CHECKING:
     from samplewise.loop.trainer import Trainer
@@ -82,11 +82,13 @@ class ImportanceSampler(Sampler[list[Any]]):
     ):
         check_dataset(dataset, "ImportanceSampler")
         check_count("batch_size", batch_size)
-        if not 0 < floor <= 1:
+        if not isinstance(score, str):
+            raise TypeError(f"score must be 'norms', 'losses' or the name of a column; found {score!r}.")
+        if not (isinstance(floor, (int, float)) and 0 < floor <= 1):
             raise ValueError(
                 f"floor must be above 0, to draw every sample, and at most 1; found {floor!r}. Pass for example 0.1."
             )
-        if not 0 <= decay < 1:
+        if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
             raise ValueError(f"decay must be at least 0 and below 1; found {decay!r}. Pass 0 for the last value.")
         self.samples = len(dataset)
         self.batch_size = batch_size
@@ -102,7 +104,8 @@ class ImportanceSampler(Sampler[list[Any]]):
         self._updates: list[Update] = []  # whose visits have not been read
         self._visits: list[Tensor] = []  # (visits, 4) since the last refresh: id, value, weight and norm; of this rank
         self._added = 0  # updates since the last refresh
-        self._used = 0  # samples of the epoch that are in updates, over all ranks
+        self._step: Step | None = None
+        self._used = 0  # samples of the epoch that are in updates, over all ranks; negative: carried from the last one
         self._epoch = -1
         self._seed = 0  # of the epoch
         self._iteration = 0
@@ -128,11 +131,12 @@ class ImportanceSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         self._iteration += 1
         iteration = self._iteration
-        first = self._used if self._continues else 0  # sample of the epoch
+        first = max(0, self._used + self._open_samples()) if self._continues else 0  # sample of the epoch
         rank, ranks = (0, 1) if self._trainer_skips else (collectives.rank(), collectives.size())
         if self.batch_size < ranks:
             raise ValueError(f"batch_size must be at least the number of ranks, {ranks}; found {self.batch_size}.")
-        if not self._continues:
+        if not self._continues or first >= len(self) * self.batch_size:
+            first = 0
             if not self._trainer_skips:
                 self._begin_epoch(self._epoch + 1)
             self._seed = int(torch.randint(2**62, (), generator=self.generator))
@@ -166,9 +170,9 @@ class ImportanceSampler(Sampler[list[Any]]):
                 return None
             raise BatchError(
                 f"a refresh every {plural(self._block, 'batch', 'batches')} needs {(block - 1) * self._block} batches "
-                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=, or fetch "
-                "fewer batches ahead (num_workers, prefetch_factor); in a custom loop, call sampler.add(update) after "
-                "each update."
+                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=: an interval "
+                "must hold the batches of an update (samples=) and those fetched ahead (num_workers * "
+                "prefetch_factor); in a custom loop, call sampler.add(update) after each update."
             )
         relative = self._tables[block]
         count = min(self._block, len(self) - block * self._block) * self.batch_size
@@ -219,6 +223,7 @@ class ImportanceSampler(Sampler[list[Any]]):
             )
         predictions = [self.score] if self.score in PREDICTION_COLUMNS else []
         step.require(norms=self.score == "norms", columns={"id": "id", KEY: KEY}, predictions=predictions)
+        self._step = step
         self._constant_divisor = step.config.constant_divisor is not None
 
     def add(self, update: Update) -> None:
@@ -236,8 +241,7 @@ class ImportanceSampler(Sampler[list[Any]]):
         block = max(self._tables, default=0) + 1
         while block * self._block < len(self) and self._used >= (block - 1) * self._block * self.batch_size:
             self._refresh()
-            # With tail="carry" the position of the data may lie before `used`: one used block more is kept.
-            self._tables = {number: table for number, table in self._tables.items() if number >= block - 2}
+            self._tables = {number: table for number, table in self._tables.items() if number >= block - 1}
             self._tables[block] = self._relative()
             block += 1
 
@@ -247,7 +251,12 @@ class ImportanceSampler(Sampler[list[Any]]):
             self._refresh()
             self._tables = dict.fromkeys(range(min(2, -(-len(self) // self._block))), self._relative())
         self._epoch = epoch
-        self._used = 0
+        self._used = -self._open_samples()
+
+    def _open_samples(self) -> int:
+        """Samples in the open window of the step, as with tail="carry", of all ranks. Collective."""
+        samples = 0 if self._step is None else self._step._windows.window.samples
+        return int(collectives.all_reduce_scalars(samples)[0])
 
     def _refresh(self) -> None:
         """Update the scores by the visits of all ranks since the last refresh. Collective."""
@@ -298,6 +307,8 @@ class ImportanceSampler(Sampler[list[Any]]):
                     f"{self.score!r}. Return other columns from the loss function, after the losses: {{name: values}}."
                 )
             norms = update.norms if all(part.raw_norms is not None for part in update._parts) else values
+            if has_dropped(update):  # not in the update: their scores must not draw them more often
+                values = values.where(~update.dropped, math.nan)
             rows = [ids, values, torch.as_tensor(columns[KEY]), norms]
             self._visits.append(torch.stack([row.double().cpu() for row in rows], 1))
 
@@ -373,12 +384,12 @@ class ImportanceSampler(Sampler[list[Any]]):
             visits = [torch.cat(visits)]
         self._visits = visits[collectives.rank() :][:1]
         self._updates = []
-        self._continues = self._epoch >= 0 and self._used < len(self) * self.batch_size
+        self._continues = self._epoch >= 0
 
 
 STATE: Any = {
-    **dict.fromkeys(("samples", "batch_size", "used", "added"), COUNT),
-    **dict.fromkeys(("epoch", "seed"), WHOLE),
+    **dict.fromkeys(("samples", "batch_size", "added"), COUNT),
+    **dict.fromkeys(("epoch", "seed", "used"), WHOLE),
     **dict.fromkeys(("generator", "scores"), TENSOR),
     "every": TEXT,
     "variance_ratio": NUMBER,
