@@ -4,6 +4,7 @@ import pytest
 import torch
 from by_loop import rows_by_loop
 from everyday_zoo import SITUATIONS, Sizes, build
+from torch.nn.modules.module import _global_forward_hooks
 
 import samplewise as sw
 from samplewise.testing.case import default_dtype
@@ -17,6 +18,7 @@ STEPS = (0, 0, 0, 1, 2, 3, 0)  # the same data, then other data, then the first 
 def _double():
     with default_dtype(torch.float64):
         yield
+    _global_forward_hooks.clear()  # the situation with such a hook may not be collected before the next test
 
 
 def assert_step_as_loop(model, step, **options):
