@@ -170,8 +170,8 @@ class ImportanceSampler(Sampler[list[Any]]):
                 return None
             raise BatchError(
                 f"a refresh every {plural(self._block, 'batch', 'batches')} needs {(block - 1) * self._block} batches "
-                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=: an interval "
-                "must hold the batches of an update (samples=) and those fetched ahead (num_workers * "
+                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=: an "
+                "interval must hold the batches of an update (samples=) and those fetched ahead (num_workers * "
                 "prefetch_factor); in a custom loop, call sampler.add(update) after each update."
             )
         relative = self._tables[block]
