@@ -113,7 +113,9 @@ class Scanner:
 
     def _losses_within_budget(self, microbatch: Any, samples: int) -> Tensor | None:
         """Losses of a microbatch; None if they do not fit into memory, after which the size is smaller."""
-        shapes = [tuple(leaf.shape) for leaf in leaves(microbatch) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves(microbatch) if isinstance(leaf, Tensor)]
+        # Nested tensors have no shape.
+        shapes = [] if any(t.is_nested for t in tensors) else [tuple(t.shape) for t in tensors]
         # A single sample has no budget: it cannot be cut. Counting takes as long as a small model.
         if self._size.budget is None or samples == 1 or shapes in self._fitting:
             return self._losses(microbatch)

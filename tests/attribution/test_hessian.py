@@ -144,7 +144,7 @@ def test_default_damping_makes_an_indefinite_hessian_positive_definite():
     )
     model, x, y = logistic_regression()
     curvature = sw.attribution.hessian(model, loss_fn, [(x, y)])
-    assert curvature.default_damping == pytest.approx(0.1 * curvature.mean_eigenvalue, rel=1e-12)
+    assert curvature.default_shift == pytest.approx(0.1 * curvature.mean_eigenvalue, rel=1e-12)
 
 
 def test_a_singular_hessian_needs_damping():

@@ -160,11 +160,11 @@ class Hessian:
 
         damping: multiple of `mean_eigenvalue`, see `Curvature`; 1 was better than 0.1 for logistic regression. The sum
             must be positive definite: the Hessian of a net has negative eigenvalues unless it is trained to a minimum,
-            and that of a softmax has zeros. Default: see `default_damping`
+            and that of a softmax has zeros. Default: see `default_shift`
         """
         check_shapes({name: tuple(values.shape[1:]) for name, values in rows.items()}, self.shapes)
         mean = self.mean_eigenvalue
-        shift = self.default_damping if damping is None else checked_damping(damping) * mean
+        shift = self.default_shift if damping is None else checked_damping(damping) * mean
         if not mean > 0 and (damping is not None or shift == 0):
             raise ValueError(
                 "the mean eigenvalue of the Hessian must be positive, because damping is a multiple of it; found "
@@ -178,7 +178,7 @@ class Hessian:
         return {name: by_name[name].to(values.dtype).reshape(values.shape) for name, values in rows.items()}
 
     @property
-    def default_damping(self) -> float:
+    def default_shift(self) -> float:
         """The number that is added to all eigenvalues by default: 0.1 times their mean, or, if the sum is not positive
         definite, 4 times the size of the most negative eigenvalue.
         """
