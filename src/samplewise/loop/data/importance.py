@@ -121,6 +121,9 @@ class ImportanceSampler(Sampler[list[Any]]):
         settings = f"batch_size={self.batch_size}, score={self.score!r}, floor={self.floor:g}, every='{self.every}'"
         return f"ImportanceSampler({plural(self.samples, 'sample')}, {settings}, variance ratio {ratio})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_step": None}  # copies, also in other processes, have no step
+
     @property
     def probabilities(self) -> Tensor:
         """(n,) probabilities of the samples."""
@@ -170,8 +173,8 @@ class ImportanceSampler(Sampler[list[Any]]):
                 return None
             raise BatchError(
                 f"a refresh every {plural(self._block, 'batch', 'batches')} needs {(block - 1) * self._block} batches "
-                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=: an interval "
-                "must hold the batches of an update (samples=) and those fetched ahead (num_workers * "
+                f"in updates before batch {block * self._block} is drawn; found {used}. Use a larger every=: an "
+                "interval must hold the batches of an update (samples=) and those fetched ahead (num_workers * "
                 "prefetch_factor); in a custom loop, call sampler.add(update) after each update."
             )
         relative = self._tables[block]
