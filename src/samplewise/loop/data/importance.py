@@ -325,7 +325,6 @@ class ImportanceSampler(Sampler[list[Any]]):
                 "an ImportanceSampler among the callbacks must be the batch_sampler of a DataLoader of torch; found "
                 f"{type(loader).__name__} without it. Use DataLoader(sw.Indexed(dataset), batch_sampler=sampler)."
             )
-
         if len(loader.dataset) != self.samples:
             raise ValueError(
                 f"an ImportanceSampler must be made for the dataset of its loader, which has {len(loader.dataset)} "
