@@ -1,7 +1,9 @@
 """Importance sampling: draws, weights, scores, exact resume, and refusals."""
 
+import copy
 import json
 import math
+import pickle
 import re
 from itertools import chain
 
@@ -487,6 +489,16 @@ def test_custom_loop_continues_in_an_epoch_with_carried_samples(stop):
     for part, state in zip((*second[:2], second[1].model), states, strict=True):
         part.load_state_dict(state)
     assert draws + loop(*second, 15 - stop) == whole
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_has_the_scores_and_no_step(copied):
+    step, sampler = make_step(), sw.ImportanceSampler(DATA, 5)
+    train(sampler, step, 2)
+    other = copied(sampler)
+    assert torch.equal(other.scores, sampler.scores)
+    assert list(other) == list(sampler)
+    assert other._step is None and sampler._step is step
 
 
 def test_resume_with_other_settings():

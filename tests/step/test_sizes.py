@@ -446,5 +446,5 @@ def test_values():
     assert sw.ramp({0: 4, 9: 5}) == sw.ramp({0: 4, 9: 5}) != sw.ramp({0: 4})
     assert copy.deepcopy(sw.follow_noise(2, 9)) == sw.follow_noise(2, 9)
     options = "at_least=2, at_most=9, ratio=2.0, decay=0.5, patience=10"
-    assert repr(sw.follow_noise(2, 9, decay=0.5, ratio=2)) == f"FollowNoise({options})"
+    assert repr(sw.follow_noise(2, 9, decay=0.5, ratio=2)) == f"follow_noise({options})"
     assert WindowSizes(None, Counters()).is_fixed

@@ -49,7 +49,7 @@ def ramp(sizes: Mapping[int, int]) -> Ramp:
     return Ramp(starts, tuple(sizes.values()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FollowNoise:
     """Sizes that follow the noise scale, made by `follow_noise`."""
 
@@ -65,6 +65,9 @@ class FollowNoise:
         doublings = range((self.at_most // self.at_least).bit_length())
         sizes = [self.at_least << k for k in doublings]
         return sizes if sizes[-1] == self.at_most else [*sizes, self.at_most]
+
+    def __repr__(self) -> str:
+        return f"follow_noise({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 def follow_noise(

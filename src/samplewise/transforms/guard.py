@@ -83,10 +83,8 @@ class GuardState(TransformState):
 
     def coefficients(self, stats: SampleStats) -> Tensor:
         norms = _per_count(stats.norms, stats.counts)
-        if self.bound == inf:
-            return torch.ones_like(norms).masked_fill_(norms > self.limit, 0.0)
         coefficients = torch.where(norms > self.bound, self.bound / norms, 1.0)
-        return coefficients if self.limit == inf else coefficients.masked_fill_(norms > self.limit, 0.0)
+        return coefficients.masked_fill_(norms > self.limit, 0.0)
 
     def values(self, stats: SampleStats) -> Tensor:
         """Norms (B,); NaN for dropped samples, which are not recorded."""

@@ -121,6 +121,9 @@ class ImportanceSampler(Sampler[list[Any]]):
         settings = f"batch_size={self.batch_size}, score={self.score!r}, floor={self.floor:g}, every='{self.every}'"
         return f"ImportanceSampler({plural(self.samples, 'sample')}, {settings}, variance ratio {ratio})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_step": None}  # copies, also in other processes, have no step
+
     @property
     def probabilities(self) -> Tensor:
         """(n,) probabilities of the samples."""
@@ -322,7 +325,6 @@ class ImportanceSampler(Sampler[list[Any]]):
                 "an ImportanceSampler among the callbacks must be the batch_sampler of a DataLoader of torch; found "
                 f"{type(loader).__name__} without it. Use DataLoader(sw.Indexed(dataset), batch_sampler=sampler)."
             )
-
         if len(loader.dataset) != self.samples:
             raise ValueError(
                 f"an ImportanceSampler must be made for the dataset of its loader, which has {len(loader.dataset)} "
