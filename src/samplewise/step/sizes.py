@@ -26,12 +26,8 @@ class WindowSizes:
 
     def configure(self, samples: Samples) -> None:
         self._samples = samples
+        self.is_fixed = not isinstance(samples, (Ramp, FollowNoise))  # all windows have the same number
         self.follower = NoiseFollower(samples) if isinstance(samples, FollowNoise) else None
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if all windows have the same number."""
-        return not isinstance(self._samples, (Ramp, FollowNoise))
 
     def of(self, window: Window) -> int | None:
         """Number of samples of the open window. Constant from its first sample to its last one."""

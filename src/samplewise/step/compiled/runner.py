@@ -296,8 +296,8 @@ class CompiledRunner:
         program = self.cache.get(cursor, size)
         if program is None:
             return
-        several = blocks and program.can_make_many and scheduler is None and not config.recheck
-        several = several and builder.sizes.is_fixed
+        is_fixed = builder.sizes.is_fixed
+        several = blocks and program.can_make_many and scheduler is None and not config.recheck and is_fixed
         may_change = not blocks or scheduler is not None or program.update.buckets is None
         while cursor.consumed + size <= end and not (config.recheck and builder.recheck.due(builder.counters.updates)):
             limit = min((end - cursor.consumed) // size, CHUNK) if several else 1
@@ -310,7 +310,9 @@ class CompiledRunner:
             yield update
             if update._updates < limit or builder.cursor is not cursor or builder.window.open:
                 return
-            if builder.config is not config or builder.record_norms != norms or builder.samples != samples:
+            if builder.config is not config or builder.record_norms != norms:
+                return
+            if not is_fixed and builder.samples != samples:
                 return
             if may_change and not self.cache.guards_hold():
                 return
@@ -339,7 +341,9 @@ class CompiledRunner:
         if program.update.buckets is None:
             program.write_gradients(results)
             self.applier.optimizer.step()
-        self.applier.step_scheduler()
+        scheduler = self.applier.scheduler
+        if scheduler is not None:
+            self.applier.step_scheduler()
         cursor.skip(updates * program.update.samples)
         columns: Sequence[BatchColumns] = ()
         if builder.columns:
@@ -353,5 +357,6 @@ class CompiledRunner:
         counters.updates += updates
         counters.microbatches += updates
         counters.samples += samples
-        self.applier.finish(update)
+        if scheduler is not None or not builder.sizes.is_fixed:  # calls that do nothing take as long as a small update
+            self.applier.finish(update)
         return update
