@@ -42,14 +42,16 @@ class Axis(NamedTuple):
     high: float
 
 
-def axis(name: str, values: Values) -> Axis | None:
-    """Axis that covers all finite values; None if there are none."""
+def axis(name: str, values: Values, *, linear: bool = False) -> Axis | None:
+    """Axis that covers all finite values; None if there are none. It is logarithmic for values of several decades,
+    unless `linear`.
+    """
     finite = [value for value in values if value is not None and isfinite(value)]
     if not finite:
         return None
     low, high = min(finite), max(finite)
     positive = sorted(value for value in finite if value > 0)
-    if low >= 0 and positive and high >= DECADES * positive[len(positive) // 100]:
+    if not linear and low >= 0 and positive and high >= DECADES * positive[len(positive) // 100]:
         return Axis(name, True, max(positive[0], high * MIN_RELATIVE) / 1.3, high * 1.3)
     margin = 0.04 * (high - low) or 0.5 * abs(high) or 1.0
     return Axis(name, False, low - margin, high + margin)
@@ -100,7 +102,8 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
 def _plot(table: Any, names: tuple[str, str]) -> dict[str, Any]:
     """Axes and cells of a plot of two columns; no axes if one of them has no values."""
     values = [table[name].to_pylist() if name in table.column_names else [] for name in names]
-    x, y = (axis(score_title(table, name), column) for name, column in zip(names, values, strict=True))
+    is_map = names == MAP  # of probabilities
+    x, y = (axis(score_title(table, name), column, linear=is_map) for name, column in zip(names, values, strict=True))
     return {"axes": [x, y], "cells": density((x, y), values)} if x and y else {"axes": None, "cells": []}
 
 
