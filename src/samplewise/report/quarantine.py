@@ -7,7 +7,7 @@ from typing import Any
 
 from samplewise.core.files import QUARANTINE_FILE, read_json_lines
 from samplewise.core.text import plural
-from samplewise.report.html import Section, aligned, columns, note_paragraph, shortened, table, text
+from samplewise.report.html import Section, aligned, note_paragraph, shortened, table, text
 from samplewise.report.previews import Previews, as_html
 from samplewise.report.run_log import RunLog
 
@@ -59,7 +59,9 @@ def _cards(run: RunLog, samples: list[list[Line]]) -> str:
     previews = Previews(entries)
     cards = ""
     for name, preview in previews.shown(list(entries)[:MAX_CARDS], BUDGET).items():
-        label = text(previews.label(name) or "")
-        cards += f'<div class="card">{as_html(preview)}<strong>{text(shortened(name))}</strong>{label}</div>'
+        label = previews.label(name)
+        of_label = "" if label is None else f'<span class="label">label {text(label)}</span>'
+        title = f"<strong>{text(shortened(name))}</strong>"
+        cards += f'<li><div class="card">{as_html(preview)}{title}{of_label}</div></li>'
     run.warnings.extend(previews.warnings)
-    return columns(cards)
+    return f'<ul class="gallery">{cards}</ul>' if cards else ""
