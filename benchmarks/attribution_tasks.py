@@ -154,7 +154,7 @@ TASKS = {
     task.name: task
     for task in (
         Task("lr", logistic_regression, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01),
-        Task("mlp", mlp, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01, removals=30),
+        Task("mlp", mlp, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01, removals=24),
         Task(
             "transformer",
             LanguageModel,
