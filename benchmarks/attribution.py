@@ -255,7 +255,7 @@ class Study:
     def _metagradient(self, count: int) -> tuple[Tensor, float]:
         queries = self._first_queries(count)
         scores = sw.metagradient(self.run, self.task.make_step, self.loader, queries, device="cpu")
-        return -scores, sum(file.stat().st_size for file in self.run.rglob("*.ckpt")) / MEGABYTE
+        return -scores, sum(file.stat().st_size for file in self.run.rglob("*") if file.is_file()) / MEGABYTE
 
     def _first_queries(self, count: int | None) -> list[tuple[Tensor, ...]]:
         return self._batches(TensorDataset(*(t[:count] for t in self.asked.tensors)))
