@@ -1,6 +1,6 @@
 """Quality of attribution methods: linear datamodeling score (LDS), seconds and megabytes of each.
 
-python benchmarks/attribution.py [task ...] [--directory DIRECTORY] [--small] [--threads 1] [--write DOCUMENT]
+python benchmarks/attribution.py [task ...] [--directory DIRECTORY] [--small] [--halves 100] [--write DOCUMENT]
 
 Tasks (see attribution_tasks.py): lr, mlp, transformer. For each, 100 models are trained twice on random halves of the
 training data, with different seeds; 50 further models on other halves are those of TRAK, and one model on all samples,
@@ -13,11 +13,19 @@ is missing, and a call that was interrupted continues. The first call takes abou
   TracIn                  sw.influence over 5 checkpoints
   influence, Hessian      sw.influence with curvature=sw.attribution.hessian (logistic regression)
   EK-FAC                  sw.influence with curvature=sw.ekfac
+  EK-FAC, mean of 10 models   the same, averaged over 10 models of TRAK, each with its own curvature
+  EK-FAC + CG             sw.influence with refine=20, damping 10; "of the run": damping 1 / (learning rate · updates)
+  metagradient            sw.metagradient of the training on all samples
   TRAK-k                  sw.trak with k models, 512 dimensions each
+
+Conjugate gradients and metagradients are computed for the first queries only. The table has a column for each number of
+queries, in which all methods are compared.
+A second table leaves 5 % of the samples out of the very training whose model is explained: the same initial parameters
+and order, and weight 0.
 
 LDS is the agreement with the mean output of two trainings on each subset; "one training" uses the first only, as
 published numbers of other libraries do. The ceiling is what a perfect prediction would reach.
-Damping was not tuned on the retrained models: it is the default, 0.1, and 1 for the Hessian.
+Damping was not tuned on the retrained models: it is the default, and 1 for the Hessian.
 Seconds: of the scores of all queries, without training, and with the fit of the curvature. MB: what is kept on disk or
 in memory between fit and queries.
 """
@@ -26,7 +34,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,11 +43,15 @@ import torch
 from attribution_tasks import TASKS, Task
 from tables import Table, plural, processor, write
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
 from samplewise.attribution import evaluate
 
 CHECKPOINTS = 5
+AVERAGED = 10  # models of EK-FAC
+ITERATIONS = 20  # of conjugate gradients, at most
+LEFT_OUT = 0.05
 REPEATS = 2
 DIM = 512
 BATCH = 500  # of passes without training
@@ -54,6 +66,25 @@ class Scored:
     scores: Tensor
     seconds: float
     megabytes: float
+
+
+class Recorder:
+    """Callback that keeps the samples of each update, and the parameters every few epochs."""
+
+    def __init__(self, every: int):
+        self.every = every
+        self.order: list[Tensor] = []
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_fit_start(self, trainer: sw.Trainer) -> None:
+        trainer.step.require(columns={"id": "id"})
+
+    def on_update(self, update: sw.Update) -> None:
+        self.order.append(torch.as_tensor(update.columns["id"]))
+
+    def on_epoch_end(self, trainer: sw.Trainer) -> None:
+        if trainer.step.counters.epochs % self.every == 0:
+            self.states.append(copy.deepcopy(trainer.model.state_dict()))
 
 
 class Study:
@@ -102,24 +133,61 @@ class Study:
 
     # --- the model on all samples ----------------------------------------------------------------------------------
 
+    @property
+    def loader(self) -> DataLoader:
+        return DataLoader(sw.Indexed(self.data), batch_size=self.task.batch_size, shuffle=True)
+
     def checkpoints(self) -> list[dict[str, Tensor]]:
         """Parameters at equal distances in the training on all samples; the last ones are at its end."""
-        path = self.directory / "checkpoints.pt"
+        return self._run_on_all()["states"][-CHECKPOINTS:]
+
+    def _run_on_all(self) -> dict[str, list]:
+        """`states` and `order` of the run of a trainer in the directory `run`, which is made if it is missing."""
+        path = self.directory / "run.pt"
         if not path.exists():
-            torch.save(self._trained_on_all(), path)
+            recorder = Recorder(max(1, self.task.epochs // CHECKPOINTS))
+            torch.manual_seed(0)
+            step = self.task.make_step()
+            trainer = sw.Trainer(step, self.run, [recorder], progress=False, device="cpu", exists="overwrite")
+            trainer.fit(self.loader, epochs=self.task.epochs)
+            torch.save({"states": recorder.states, "order": recorder.order}, path)
         return torch.load(path, weights_only=True)
 
-    def _trained_on_all(self) -> list[dict[str, Tensor]]:
+    @property
+    def run(self) -> Path:
+        return self.directory / "run"
+
+    # --- the same run without some samples -------------------------------------------------------------------------
+
+    @property
+    def removals(self) -> Tensor:
+        """Samples that stay in."""
+        return evaluate.subsets(self.task.samples, self.task.removals, fraction=1 - LEFT_OUT, seed=2)
+
+    def outcomes_of_removals(self) -> Tensor:
+        """Outputs (subsets, queries) after the run without some samples."""
+        rows = []
+        for number, subset in enumerate(self.removals):
+            path = self.directory / f"removal-{number:03}.pt"
+            if not path.exists():
+                weights = torch.zeros(self.task.samples)
+                weights[subset] = 1
+                torch.save(self._outputs(self._repeat_run(weights)), path)
+            rows.append(torch.load(path, weights_only=True))
+        return torch.stack(rows)
+
+    def _repeat_run(self, weights: Tensor) -> nn.Module:
+        """Model after the run, in which each sample has a weight."""
         torch.manual_seed(0)
-        step = self.task.make_step()
-        every = max(1, self.task.epochs // CHECKPOINTS)
-        states = []
-        for epoch in range(self.task.epochs):
-            order = torch.randperm(self.task.samples).split(self.task.batch_size)
-            step.run([tuple(t[part] for t in self.data.tensors) for part in order])
-            if (epoch + 1) % every == 0:
-                states.append(copy.deepcopy(step.model.state_dict()))
-        return states[-CHECKPOINTS:]
+        step = self.task.make_step(sw.weight(2))
+        columns = *self.data.tensors, weights
+        step.run(tuple(column[ids] for column in columns) for ids in self._run_on_all()["order"])
+        return step.model
+
+    def _outputs(self, model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            outputs = [self.task.output_fn(model.eval(), batch) for batch in self.queries]
+        return torch.cat([part[0] if isinstance(part, tuple) else part for part in outputs])
 
     def model(self) -> nn.Module:
         model = self.task.make_model()
@@ -130,15 +198,23 @@ class Study:
 
     def methods(self) -> dict[str, Callable[[], tuple[Tensor, float]]]:
         """Name -> function that returns scores and megabytes."""
+        refined, differentiated = self.task.refined_queries, self.task.metagradient_queries
+        averaged = min(AVERAGED, self.task.models)
         methods = {
             "gradient dot": lambda: self._influence(self.checkpoints()[-1:]),
             "gradient cosine": lambda: self._influence(self.checkpoints()[-1:], cosine=True),
             f"TracIn, {CHECKPOINTS} checkpoints": lambda: self._influence(self.checkpoints()),
             "influence, Hessian": self._with_hessian,
             "EK-FAC": self._with_ekfac,
+            "EK-FAC + CG": lambda: self._with_ekfac(refined, refine=ITERATIONS),
+            "EK-FAC + CG, damping of the run": lambda: self._with_ekfac(refined, refine=ITERATIONS, run=self.run),
+            "metagradient": lambda: self._metagradient(differentiated),
+            f"EK-FAC, mean of {averaged} models": lambda: self._mean_of_ekfac(averaged),
         }
         if self.task.name != "lr":
             del methods["influence, Hessian"]
+        if not isinstance(self.task.make_step().optimizer, torch.optim.SGD):
+            del methods["EK-FAC + CG, damping of the run"]
         for count in (1, 10, self.task.models):
             if count <= self.task.models:
                 methods[f"TRAK-{count}"] = lambda count=count: self._trak(count, DIM)
@@ -159,13 +235,30 @@ class Study:
         )
         return scores, 8 * sum(p.numel() for p in model.parameters()) ** 2 / MEGABYTE
 
-    def _with_ekfac(self) -> tuple[Tensor, float]:
+    def _with_ekfac(self, count: int | None = None, **options: Any) -> tuple[Tensor, float]:
+        """Scores of the first queries; default: of all."""
         model = self.model()
         curvature = sw.ekfac(model, self.task.loss_fn, self.train)
         path = self.directory / "ekfac"
         curvature.save(path)
-        scores = sw.influence(model, self.task.loss_fn, self.train, self.queries, curvature=curvature)
+        queries = self._first_queries(count)
+        scores = sw.influence(model, self.task.loss_fn, self.train, queries, curvature=curvature, **options)
         return scores, path.stat().st_size / MEGABYTE
+
+    def _mean_of_ekfac(self, count: int) -> tuple[Tensor, float]:
+        curvatures = [sw.ekfac(model, self.task.loss_fn, self.train) for model in self.ensemble(count)]
+        path = self.directory / "ekfac"
+        curvatures[0].save(path)
+        scores = sw.influence(self.ensemble(count), self.task.loss_fn, self.train, self.queries, curvature=curvatures)
+        return scores, count * path.stat().st_size / MEGABYTE
+
+    def _metagradient(self, count: int) -> tuple[Tensor, float]:
+        queries = self._first_queries(count)
+        scores = sw.metagradient(self.run, self.task.make_step, self.loader, queries, device="cpu")
+        return -scores, sum(file.stat().st_size for file in self.run.rglob("*") if file.is_file()) / MEGABYTE
+
+    def _first_queries(self, count: int | None) -> list[tuple[Tensor, ...]]:
+        return self._batches(TensorDataset(*(t[:count] for t in self.asked.tensors)))
 
     def _trak(self, count: int, dim: int) -> tuple[Tensor, float]:
         store = self.directory / f"store-{count}-{dim}"
@@ -186,18 +279,44 @@ class Study:
 
     # --- table -----------------------------------------------------------------------------------------------------
 
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of queries for which there are scores, the first ones of all."""
+        task = self.task
+        return sorted({min(n, task.queries) for n in (task.queries, task.refined_queries, task.metagradient_queries)})
+
     def rows(self) -> list[list[str]]:
+        """Rows of the table of random halves, with the header."""
         outcomes = self.outcomes()
-        rows = []
+        counts = self.counts[::-1]
+        header = ["method", *(f"LDS, {count} queries" for count in counts), "one training", "seconds", "MB"]
+        rows = [header]
         for name, scored in {**self._baselines(), **self._all_scored()}.items():
-            found = evaluate.lds(scored.scores, self.subsets, outcomes)
-            single = evaluate.lds(scored.scores, self.subsets, outcomes[0], bootstraps=2)
-            numbers = [f"{found.mean:.3f}", f"{found.standard_error:.3f}", f"{single.mean:.3f}"]
+            cells = [_lds(scored, self.subsets, outcomes, count) for count in counts]
+            single = ""
+            if len(scored.scores) == self.task.queries:
+                single = f"{evaluate.lds(scored.scores, self.subsets, outcomes[0], bootstraps=2).mean:.3f}"
             cost = [f"{scored.seconds:.1f}", f"{scored.megabytes:.1f}"] if scored.seconds else ["", ""]
-            rows.append([name, *numbers, *cost])
-        assert found.agreement is not None
-        rows.append(["ceiling", f"{found.ceiling:.2f}", "", f"{max(found.agreement, 0) ** 0.5:.2f}", "", ""])
+            rows.append([name, *cells, single, *cost])
+        ceilings = [self._ceiling(outcomes[..., :count]) for count in counts]
+        return [*rows, ["ceiling", *(f"{mean:.2f}" for mean, _ in ceilings), f"{ceilings[0][1]:.2f}", "", ""]]
+
+    def rows_of_removals(self) -> list[list[str]]:
+        """Rows of the table of removals from the run, with the header."""
+        outcomes = self.outcomes_of_removals()
+        counts = self.counts[::-1]
+        rows = [["method", *(f"LDS, {count} queries" for count in counts)]]
+        for name, scored in {**self._baselines(), **self._all_scored()}.items():
+            rows.append([name, *(_lds(scored, self.removals, outcomes, count) for count in counts)])
         return rows
+
+    @staticmethod
+    def _ceiling(outcomes: Tensor) -> tuple[float, float]:
+        """Ceilings of the mean of all trainings, and of a single training."""
+        perfect = torch.zeros(outcomes.shape[2], 1)
+        found = evaluate.lds(perfect, [torch.tensor([0])] * outcomes.shape[1], outcomes, bootstraps=2)
+        assert found.agreement is not None and found.ceiling is not None
+        return found.ceiling, max(found.agreement, 0) ** 0.5
 
     def _baselines(self) -> dict[str, Scored]:
         found = evaluate.baselines(self.model(), self.task.loss_fn, self.train, self.queries)
@@ -212,20 +331,35 @@ class Study:
         return found
 
 
+def _lds(scored: Scored, subsets: Tensor, outcomes: Tensor, count: int) -> str:
+    """LDS ± standard error of the first queries; empty if they have no scores."""
+    if len(scored.scores) < count:
+        return ""
+    found = evaluate.lds(scored.scores[:count], subsets, outcomes[..., :count])
+    return f"{found.mean:.3f} ± {found.standard_error:.3f}"
+
+
 def _size(tensors: Any) -> float:
     return sum(t.numel() * t.element_size() for t in tensors) / MEGABYTE
 
 
-def table(study: Study, threads: int) -> Table:
+def tables(study: Study, threads: int) -> list[Table]:
     task = study.task
-    sizes = (
-        f"{task.samples:,} training samples, {task.queries} queries, {task.subsets} random halves, {task.epochs} epochs"
-    )
+    data = f"{task.samples:,} training samples, {task.epochs} epochs"
     machine = f"torch {torch.__version__}, {plural(threads, 'thread')}; {processor()}"
-    header = ["method", "LDS", "± standard error", "LDS, one training", "seconds", "MB"]
-    damping = f"damping 0.1, that of the Hessian {HESSIAN_DAMPING:g}" if task.name == "lr" else "damping 0.1"
-    caption = f"{sizes}; TRAK with {DIM} dimensions, if no other number is given; {damping}. {machine}."
-    return Table(f"lds-{task.name}", f"Attribution: {task.name}", [header, *study.rows()], caption)
+    damping = "damping 0.1, with CG 10"
+    damping += f", that of the Hessian {HESSIAN_DAMPING:g}" if task.name == "lr" else ""
+    caption = (
+        f"LDS ± standard error; {data}, {task.subsets} random halves. Seconds of CG are those of {study.counts[-2]} "
+        f"queries, of the metagradient those of {study.counts[0]}. TRAK with {DIM} dimensions, if no other number is "
+        f"given; {damping}. {machine}."
+    )
+    found = [Table(f"lds-{task.name}", f"Attribution: {task.name}", study.rows(), caption)]
+    if task.removals:
+        caption = f"LDS ± standard error; {data}, {task.removals} subsets without {LEFT_OUT:.0%} of the samples."
+        title = f"Attribution: {task.name}, {LEFT_OUT:.0%} left out of the same run"
+        found.append(Table(f"lds-{task.name}-run", title, study.rows_of_removals(), caption))
+    return found
 
 
 def main() -> None:
@@ -233,16 +367,18 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", metavar="task", choices=[*TASKS, []], help="default: all")
     parser.add_argument("--directory", type=Path, default=Path("build/attribution"))
     parser.add_argument("--small", action="store_true", help="few samples and models, to test the benchmark")
+    parser.add_argument("--halves", type=int, help="number of random halves; default: 100")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--write", type=Path, help="document whose tables are replaced")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for name in arguments.tasks or TASKS:
         task = TASKS[name].small() if arguments.small else TASKS[name]
-        found = table(Study(task, arguments.directory), arguments.threads)
-        print(found, flush=True)
-        if arguments.write:
-            write(found, arguments.write)
+        task = replace(task, subsets=arguments.halves or task.subsets)
+        for found in tables(Study(task, arguments.directory), arguments.threads):
+            print(found, flush=True)
+            if arguments.write:
+                write(found, arguments.write)
 
 
 if __name__ == "__main__":

@@ -43,17 +43,21 @@ class Task:
     queries: int = 500
     subsets: int = 100
     models: int = 50  # of TRAK
+    refined_queries: int = 100  # of conjugate gradients, the first ones
+    metagradient_queries: int = 20
+    removals: int = 0  # subsets without 5 % of the samples, in the same order as the run; 0: none
 
-    def make_step(self) -> sw.Step:
+    def make_step(self, *transforms: object) -> sw.Step:
         model = self.make_model()
-        return sw.Step(model, self.optimizer(model), self.loss_fn)
+        return sw.Step(model, self.optimizer(model), self.loss_fn, transforms=transforms)
 
     def data(self) -> tuple[TensorDataset, TensorDataset]:
         return self.make_data(self.samples, self.queries)
 
     def small(self) -> "Task":
         """The same task in seconds, to test the benchmark."""
-        return replace(self, epochs=3, samples=240, queries=24, subsets=8, models=3)
+        queries = {"queries": 24, "refined_queries": 12, "metagradient_queries": 4}
+        return replace(self, epochs=3, samples=240, subsets=8, models=3, removals=min(4, self.removals), **queries)
 
 
 def pictures(samples: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
@@ -120,7 +124,7 @@ class LanguageModel(nn.Module):
 
 def sequence_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean loss (b,) over the letters of each sequence."""
-    letters, following = batch
+    letters, following = batch[:2]  # without the id
     return F.cross_entropy(model(letters).transpose(1, 2), following, reduction="none").mean(1)
 
 
@@ -150,7 +154,7 @@ TASKS = {
     task.name: task
     for task in (
         Task("lr", logistic_regression, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01),
-        Task("mlp", mlp, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01),
+        Task("mlp", mlp, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01, removals=24),
         Task(
             "transformer",
             LanguageModel,
