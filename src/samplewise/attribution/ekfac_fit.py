@@ -133,7 +133,10 @@ class Covariances:
             for side, factor, opposite in ((LEFT, left, right), (RIGHT, right, left)):
                 if side in layer.bases:
                     product = _covariance(factor, opposite)
-                    self.sums[name, side] = self.sums[name, side] + product if (name, side) in self.sums else product
+                    if (name, side) in self.sums:
+                        self.sums[name, side] += product  # in place: no second matrix in float64
+                    else:
+                        self.sums[name, side] = product.double()
 
     def sum_over_ranks(self, parameters: Mapping[str, Tensor]) -> None:
         """Add the sums of the other ranks. Layers must be the same on all ranks whose losses depend on the weight."""
@@ -187,14 +190,14 @@ def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer | None:
 
 
 def _covariance(factor: Factor, opposite: Factor) -> Tensor:
-    """Sum of outer products of a factor (b, t, l), in float64, over the tokens at which the factor of the opposite side
+    """Sum of outer products of a factor (b, t, l) over the tokens at which the factor of the opposite side
     is not zero: padding has no gradient.
     """
     assert isinstance(factor, Tensor)
     if isinstance(opposite, Tensor):
         factor = factor * (opposite != 0).any(2, keepdim=True)
     tokens = factor.flatten(0, 1)
-    return (tokens.T @ tokens).double()
+    return tokens.T @ tokens
 
 
 def eigenvectors(covariance: Tensor, dtype: torch.dtype) -> Tensor:
