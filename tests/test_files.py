@@ -5,9 +5,20 @@ import hashlib
 import stat
 
 import pytest
+import safetensors.torch
 import torch
 
-from samplewise.core.files import atomic_write, have_same_bytes, read_json, sha256, tensor_bytes, write_json
+from samplewise.core.files import (
+    TENSOR_DTYPES,
+    atomic_write,
+    have_same_bytes,
+    read_json,
+    read_tensors,
+    sha256,
+    tensor_bytes,
+    write_json,
+    write_tensors,
+)
 
 
 def test_an_error_leaves_the_old_file_and_no_temporary_one(tmp_path):
@@ -80,3 +91,28 @@ def test_comparison_of_bytes():
     assert not have_same_bytes(values, values.flatten())
     assert have_same_bytes(torch.empty(0), torch.empty(0))
     assert have_same_bytes(torch.tensor([1j]).conj(), torch.complex(torch.zeros(1), -torch.ones(1)))
+
+
+def test_files_of_tensors_are_read_by_safetensors(tmp_path):
+    """Every dtype; tensors with other strides, views of one memory, a number, and no elements."""
+    values = torch.arange(12).view(3, 4)
+    dtypes = [torch.complex64, torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool]
+    dtypes += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+    assert {f"torch.{name}" for name in TENSOR_DTYPES} == set(map(str, dtypes))
+    tensors = {str(dtype): values[:, :3].to(dtype) for dtype in dtypes}
+    tensors |= {"transposed": values.T, "row": values[1], "number": torch.tensor(1.5), "empty": torch.ones(0, 3)}
+    tensors["parameter"] = torch.nn.Parameter(torch.ones(3).double())
+    write_tensors(tmp_path / "file", tensors, {"a": ["é", 1]})
+    loaded = safetensors.torch.load_file(tmp_path / "file")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor.detach())
+    assert read_tensors(tmp_path / "file")[1] == {"a": ["é", 1]}
+
+
+def test_a_dtype_that_cannot_be_written_changes_no_file(tmp_path):
+    path = tmp_path / "file"
+    write_tensors(path, {"a": torch.ones(2)}, 1)
+    with pytest.raises(ValueError, match=r"must have one of the dtypes .*; found complex128 for 'b'. Convert it."):
+        write_tensors(path, {"a": torch.zeros(2), "b": torch.ones(2, dtype=torch.complex128)}, 2)
+    assert read_tensors(path)[1] == 1 and [entry.name for entry in tmp_path.iterdir()] == ["file"]

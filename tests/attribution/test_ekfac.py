@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import weakref
 from importlib import import_module
 
 import pytest
@@ -14,8 +15,9 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.attribution import EKFAC
+from samplewise.attribution.ekfac_fit import eigenvectors
 from samplewise.attribution.sampled_labels import ExpectedLoss
-from samplewise.core.files import read_tensors, write_tensors
+from samplewise.core.files import read_tensors, tensor_bytes, write_tensors
 from samplewise.testing.case import noise
 
 
@@ -456,6 +458,72 @@ def test_losses_that_cannot_be_sampled():
         sw.ekfac(model, loss_fn, [(x, y)], labels="true")
 
 
+# ------------------------------------------------------------- eigenvectors
+
+
+def decomposed_in(monkeypatch):
+    """List of the dtypes of all matrices that are decomposed from now on."""
+    dtypes, eigh = [], torch.linalg.eigh
+
+    def recording(matrix):
+        dtypes.append(matrix.dtype)
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", recording)
+    return dtypes
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
+def test_eigenvectors_of_float32_models_are_computed_in_float32(scale, monkeypatch):
+    model, x, y = make(n=30)
+    directions = {name: noise(2, *p.shape).double() for name, p in model.named_parameters()}
+
+    def scaled_loss(model, batch):
+        return loss_fn(model, batch) * scale
+
+    solved = {}
+    for dtype in (torch.float64, torch.float32):
+        dtypes = decomposed_in(monkeypatch)
+        curvature = sw.ekfac(model.to(dtype), scaled_loss, [(x.to(dtype), y)], labels="data")
+        assert dtypes == [dtype] * 4
+        rows = {name: values.to(dtype) for name, values in directions.items()}
+        solved[dtype] = {name: values.double() * scale**2 for name, values in curvature.solve(rows, 0.3).items()}
+        for block in curvature.blocks:
+            for basis in (block.left, block.right):
+                torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis), dtype=dtype))
+    for name, wanted in solved[torch.float64].items():
+        torch.testing.assert_close(
+            solved[torch.float32][name], wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max())
+        )
+
+
+@pytest.mark.parametrize("failure", ["eigenvalues", "vectors", "error"])
+def test_decomposition_in_float64_if_float32_fails(failure, monkeypatch):
+    rows = noise(40, 12)
+    covariance = (rows.T @ rows).double()
+    dtypes, eigh = [], torch.linalg.eigh
+
+    def failing(matrix):
+        dtypes.append(matrix.dtype)
+        values, vectors = eigh(matrix)
+        if matrix.dtype == torch.float64:
+            return values, vectors
+        if failure == "error":
+            raise torch.linalg.LinAlgError("no convergence")
+        return (values.flip(0), vectors) if failure == "eigenvalues" else (values, vectors * 1.01)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    vectors = eigenvectors(covariance.clone(), torch.float32)
+    assert dtypes == [torch.float32, torch.float64] and vectors.dtype == torch.float32
+    rotated = vectors.double().T @ covariance @ vectors.double()
+    torch.testing.assert_close(rotated, rotated.diagonal().diag(), rtol=0, atol=1e-4)
+
+
+def test_eigenvectors_of_no_gradients():
+    vectors = eigenvectors(torch.zeros(5, 5).double(), torch.float32)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(5))
+
+
 # ------------------------------------------------------------- the object
 
 
@@ -469,6 +537,33 @@ def test_save_and_load(tmp_path):
     found, wanted = (sw.influence(model, loss_fn, [(x, y)], [(x, y)], curvature=each) for each in (loaded, curvature))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     assert [path.name for path in tmp_path.iterdir()] == ["curvature.pt"]
+
+
+def test_save_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """Bytes of copies that exist at the same time, counted when each of them is written."""
+    model, x, y = make(n=24)
+    curvature = sw.ekfac(model, loss_fn, [(x, y)])
+    blocks = [(block.left, block.right, block.eigenvalues) for block in curvature.blocks]
+    original = {tensor.untyped_storage().data_ptr() for tensors in blocks for tensor in tensors}
+    buffers, sizes = [], []
+
+    def recording(tensor):
+        data = tensor_bytes(tensor)
+        plain = vars(data.obj)["tensor"]
+        if plain.untyped_storage().data_ptr() not in original:
+            buffers.append(weakref.ref(data.obj))
+        sizes.append(sum(buffer() is not None for buffer in buffers))
+        return data
+
+    monkeypatch.setattr("samplewise.core.files.tensor_bytes", recording)
+    monkeypatch.setattr(safetensors.torch, "save", None)  # copies all tensors
+    curvature.save(tmp_path / "curvature")
+    assert len(buffers) == 4, "eigenvectors of eigh have columns that are contiguous"
+    assert len(sizes) == 6 and max(sizes) == 1, sizes
+    loaded = EKFAC.load(tmp_path / "curvature")
+    for block, tensors in zip(loaded.blocks, blocks, strict=True):
+        for mine, wanted in zip((block.left, block.right, block.eigenvalues), tensors, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=0)
 
 
 def test_load_refuses_other_files(tmp_path):

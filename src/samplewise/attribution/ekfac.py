@@ -41,9 +41,9 @@ def ekfac(
 
     Each layer is a block of its own. For the weight of a linear layer or convolution, together with its bias, one pass
     over the loader sums the covariances of the layer's inputs and of the gradients of its outputs, over all tokens or
-    positions, as if these were independent; their eigenvectors are computed in float64. Inputs count where the output
-    has a gradient, so that padding does not. A second pass computes the mean over samples of the squared gradient along
-    each pair of eigenvectors, which is exact in that basis.
+    positions, as if these were independent; their eigenvectors are computed in float64 for a model in float64, in
+    float32 otherwise. Inputs count where the output has a gradient, so that padding does not. A second pass computes
+    the mean over samples of the squared gradient along each pair of eigenvectors, which is exact in that basis.
 
     Other parameters, such as those of normalization layers, get the diagonal of the Fisher matrix. An embedding has one
     factor, of its outputs, because the covariance of its inputs is diagonal; so has a weight with a side of more than

@@ -13,10 +13,12 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from samplewise.core.text import listed
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,20 @@ RUN_VERSION = 2  # "format_version" in that file
 RECIPE_FILE = "recipe.json"  # in the directory of a run of `samplewise train`: recipe and options
 QUARANTINE_FILE = "quarantine.jsonl"  # in the directory of a run with sw.callbacks.Quarantine
 DESCRIPTION = "samplewise"  # key of the description in the metadata of a file of tensors
+RESERVED_NAME = "__metadata__"  # key of the metadata in a safetensors file
+TENSOR_DTYPES = {  # names of torch's dtypes in safetensors
+    "complex64": "C64",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -186,10 +202,42 @@ def require_safetensors(user: str = "checkpoints") -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: Any) -> None:
-    """Write a file atomically. Tensors may share memory; they are written separately."""
-    safetensors = require_safetensors("files of tensors")
-    separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_bytes(path, safetensors.torch.save(separate, {DESCRIPTION: json.dumps(description)}))
+    """Write a file atomically, one tensor after another. Tensors may share memory; they are written separately.
+
+    Without the safetensors library, which copies all tensors: the memory is that of one copy of the largest tensor at
+    most, if it is not contiguous or not on the CPU.
+    """
+    require_safetensors("files of tensors")  # not needed for writing, but without it the file could not be read
+    # Wide dtypes first, so that each tensor is aligned to its item size, as reading needs.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    entries = []
+    for name, tensor in ordered:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in TENSOR_DTYPES:
+            raise ValueError(
+                f"tensors in a file must have one of the dtypes {listed(TENSOR_DTYPES)}; found {dtype} for {name!r}. "
+                "Convert it."
+            )
+        entries.append((name, TENSOR_DTYPES[dtype], tensor.shape, tensor.nbytes))
+    with atomic_write(path) as file:
+        file.write(tensors_header(entries, {DESCRIPTION: json.dumps(description)}))
+        for _, tensor in ordered:
+            file.write(tensor_bytes(tensor))
+
+
+def tensors_header(entries: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a safetensors file, preceded by its length.
+
+    entries: name, dtype in safetensors, shape and number of bytes of each tensor, in the order of their data
+    """
+    header: dict[str, Any] = {RESERVED_NAME: metadata}
+    begin = 0
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, begin + size]}
+        begin += size
+    text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], Any]:

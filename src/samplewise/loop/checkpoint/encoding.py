@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.files import RESERVED_NAME
 from samplewise.parallel.sharded_parameters import is_dtensor
 
 MAX_DEPTH = 100  # levels; the JSON parser fails at about 300, and a state that contains itself is infinite
@@ -37,7 +38,6 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-RESERVED_NAME = "__metadata__"  # key of the metadata in a safetensors file
 RESERVED_NAMES = (RESERVED_NAME, f"model.{RESERVED_NAME}")  # the second is written without "model."
 
 KeyPath = tuple[Any, ...]  # keys and indices that lead to a value

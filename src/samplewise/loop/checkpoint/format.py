@@ -38,12 +38,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.core.files import other_version, require_safetensors, sha256, sync_file, tensor_bytes
+from samplewise.core.files import (
+    RESERVED_NAME,
+    TENSOR_DTYPES,
+    other_version,
+    require_safetensors,
+    sha256,
+    sync_file,
+    tensor_bytes,
+    tensors_header,
+)
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import (
     COUNT,
     DICT,
-    RESERVED_NAME,
     TEXT,
     Malformed,
     Schema,
@@ -69,18 +77,10 @@ MODEL_PREFIX = "model."  # of the names of tensors in the state; omitted in MODE
 MAX_JSON_BYTES = 100_000_000  # of state.json and of the header of a shard; safetensors refuses to read longer headers
 SHARD: Schema = {"file": TEXT, "bytes": COUNT, "sha256": TEXT, "offsets": DICT}
 CONTENT: Schema = {"format": TEXT, "format_version": COUNT, "shards": [SHARD], "state": DICT}
-# Names of dtypes in safetensors. Tensors of other dtypes are stored as uint8 with one more dimension, their bytes.
+# Names of dtypes in safetensors. Tensors of other dtypes, also complex ones, are stored as uint8 with one more
+# dimension, their bytes.
 STORED_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    dtype: stored for name, stored in TENSOR_DTYPES.items() if not (dtype := getattr(torch, name)).is_complex
 }
 # Errors that the standard library, torch and safetensors raise for files that were not written by this module.
 PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
@@ -123,18 +123,13 @@ def write_shard(path: Path, chunks: Iterable[Chunk]) -> dict[str, Any]:
 
 def _header(chunks: Iterable[Chunk]) -> bytes:
     """Return the header of a safetensors file, preceded by its length."""
-    header: dict[str, Any] = {RESERVED_NAME: {"format": "pt"}}
-    begin = 0
+    entries = []
     for name, tensor, _ in chunks:
-        end = begin + tensor.nbytes
         stored = tensor.dtype in STORED_DTYPES
         dtype = STORED_DTYPES[tensor.dtype] if stored else "U8"
         shape = [*tensor.shape] if stored else [*tensor.shape, tensor.itemsize]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        begin = end
-    text = to_json(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        entries.append((name, dtype, shape, tensor.nbytes))
+    return tensors_header(entries, {"format": "pt"})
 
 
 def write_state(directory: Path, state: str, shards: list[dict[str, Any]]) -> None:
