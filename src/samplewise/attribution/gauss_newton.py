@@ -272,10 +272,10 @@ def check_refine(refine: Any, curvature: Any) -> None:
     if type(refine) is not int or refine < 1:
         raise ValueError(f"refine must be the largest number of iterations, 1 or more; found {refine!r}.")
     if not isinstance(curvature, EKFAC):
-        found = "none" if curvature is None else type(curvature).__name__
+        description = "none" if curvature is None else type(curvature).__name__
         raise TypeError(
             "refine needs curvature=sw.ekfac(...), which preconditions the conjugate gradients and sets the scale of "
-            f"the damping; found {found}."
+            f"the damping; found {description}."
         )
 
 

@@ -72,7 +72,9 @@ def metagradient(
 
     The run is repeated and compared with its newest checkpoint. It may use SGD, Adam, AdamW or RMSprop, a scheduler,
     max_grad_norm, `sw.weight`, `sw.clip` and `sw.normalize`; callbacks are not repeated. An interrupted call, even one
-    that was killed, continues when it is repeated.
+    that was killed, continues when it is repeated. There is a warning if gradients grow tenfold on the way back.
+    A chaotic run may have no such growth: repeat it with `sw.weight` of 1 - 1e-6 for some samples. If the losses of the
+    queries change by much more than the derivatives say, the scores are not valid.
 
     run: directory of a run of `sw.Trainer` in one process
     make_step: function that returns a new `sw.Step` as it was before `fit`, with the same initial parameters and the
@@ -272,9 +274,9 @@ def check_step(step: Step) -> Formula:
             f"{type(step.optimizer).__name__}",
         ),
     ]
-    for refused, needed, found in rules:
+    for refused, needed, description in rules:
         if refused:
-            raise ValueError(f"sw.metagradient needs {needed}; found {found}. Train a run without it.")
+            raise ValueError(f"sw.metagradient needs {needed}; found {description}. Train a run without it.")
     assert formula is not None
     return formula
 

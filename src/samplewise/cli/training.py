@@ -34,7 +34,7 @@ from samplewise.ledger.previews import indexed_items
 from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, without_id
 from samplewise.loop.checkpoint.trained import run_settings
 from samplewise.loop.data.adapters import is_map_style, loader_with
-from samplewise.loop.replay import Replay, replay
+from samplewise.loop.replay import ReplayedUpdate, replay
 from samplewise.loop.stopping import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import collectives, launch
@@ -83,7 +83,7 @@ def train_recipe(
 
 def replay_recipe(
     path: Path, source: bytes, run: Path, update: int, limit: int, device: torch.device, options: dict[str, Any]
-) -> Replay:
+) -> ReplayedUpdate:
     """Recompute an update of a run that was trained with these options, as in `recipe.json`."""
     prepared = prepare(path, source, device, options["seed"], options["ledger"], options["clip"], None, options["step"])
     has_ids = indexed_items(prepared.loader) is not None

@@ -53,7 +53,7 @@ Quantity = Callable[[PerSampleGrad, str], Any]
 
 # Rows with at most this fraction of the elements of the gradient that they were computed from are kept in any case.
 FEW_ROWS = 0.25
-# Layers with frozen weights that can only be verified by a pass with weights are verified once in so many passes.
+# Number of passes between two verifications of layers with frozen weights that need a pass with weights.
 TURN = 16
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state

@@ -35,7 +35,7 @@ class ReplayedSample(NamedTuple):
     layer: str | None
 
 
-class Replay(Tabular):
+class ReplayedUpdate(Tabular):
     """Samples of a recomputed update, by decreasing norm; those that are not finite come first.
 
     start: the checkpoint, None for the beginning of the run. difference: largest difference between its losses and
@@ -68,7 +68,7 @@ class Replay(Tabular):
 
 def replay(
     step: Step, run: Path, update: int, loader: Iterable[Any], id: Any, seed: int, device: torch.device, limit: int
-) -> Replay:
+) -> ReplayedUpdate:
     """Recompute update number `update`, counted from 0 as in the ledger. The run directory is not changed.
 
     step, loader: new ones, made as for the training run. id: key of the batch with the ids; None without ids.
@@ -88,7 +88,7 @@ def replay(
         if step.counters.updates != update:
             raise
         error = why
-    result = Replay(update, start, watch.samples(limit), limit, error)
+    result = ReplayedUpdate(update, start, watch.samples(limit), limit, error)
     if watch.update is not None and list_parts(run):
         result.difference = _difference(read_ledger(run), watch.update)
     return result
