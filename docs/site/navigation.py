@@ -53,6 +53,7 @@ NAVIGATION = {
     ],
     "Reference": ["reference", "compatibility"],
     "Compare": [
+        "evidence",
         "comparison",
         "speed",
         "scaling",
