@@ -23,6 +23,12 @@ ATTRIBUTION := .venv-attribution
 # Trainers for `make audit-trainers`, in the newest versions and with the last transformers 4.
 AUDIT := .venv-audit
 AUDIT_OLD := .venv-transformers-4.57.6
+# Libraries that `make evidence` compares with. Laplace requires torchvision, which has no build for a CPU-only torch.
+EVIDENCE := .venv-evidence
+# Data of `make evidence`, which the project does not ship. benchmarks/evidence/nanogpt.py and wrong_labels.py say where
+# to get the first two; the third is Debian's package dataset-fashion-mnist.
+SHAKESPEARE ?= data/tinyshakespeare.txt
+MNIST       ?= data
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
 # `make test-transformers TRANSFORMERS=4.57.6` tests the Hugging Face integration with another version of transformers.
@@ -34,7 +40,7 @@ TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycach
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution audit-trainers batch-size migration site clean
+.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution audit-trainers batch-size evidence migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -60,6 +66,8 @@ help:
 	@echo '                 continues where it stopped)'
 	@echo 'make batch-size  make the tables and the picture of docs/batch-size.md (TEXT=file of the character model; 20'
 	@echo '                 minutes; continues where it stopped)'
+	@echo 'make evidence    make the tables of docs/evidence.md: published results, reproduced (two hours; continues where it'
+	@echo '                 stopped; WRITE=1 replaces the tables; SHAKESPEARE=file, MNIST=directory with the data)'
 	@echo 'make docs        generate docs/reference.md from the docstrings, notebooks of tutorials, and pictures whose'
 	@echo '                 script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
@@ -110,6 +118,15 @@ $(AUDIT)/.installed: benchmarks/audit-requirements.txt constraints.txt pyproject
 	@$(AUDIT)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-r benchmarks/audit-requirements.txt -e '.[huggingface,lightning,keras]'
 	@$(AUDIT)/$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps fastai==2.8.12 mosaicml==0.32.1
+	@touch $@
+
+$(EVIDENCE)/.installed: benchmarks/evidence/requirements.txt constraints.txt pyproject.toml
+	@echo 'installing samplewise and the libraries of the evidence scripts into $(EVIDENCE)'
+	@$(PYTHON) -m venv $(EVIDENCE)
+	@$(EVIDENCE)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-r benchmarks/evidence/requirements.txt -e '.[train,ledger,privacy]'
+	@$(EVIDENCE)/$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+		backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1 laplace-torch==0.3
 	@touch $@
 
 # The other pins stay: all of them work with torch 2.8 and newer.
@@ -205,6 +222,15 @@ audit-trainers: $(DEV) $(AUDIT)/.installed
 batch-size: $(DEV)
 	@$(PY) benchmarks/batch_size.py $(if $(TEXT),--text $(TEXT)) --write docs/batch-size.md --picture docs/batch-size.png
 
+evidence: SCRIPTS := $(EVIDENCE)/$(BIN)/python benchmarks/evidence
+evidence: TABLES := $(if $(WRITE),--write docs/evidence.md)
+evidence: $(EVIDENCE)/.installed
+	@$(SCRIPTS)/open_issues.py $(TABLES)
+	@$(SCRIPTS)/critical_batch.py $(TABLES)
+	@$(SCRIPTS)/wrong_labels.py $(MNIST) $(TABLES)
+	@$(SCRIPTS)/nanogpt.py $(SHAKESPEARE) $(TABLES)
+	@$(SCRIPTS)/privacy.py $(TABLES)
+
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 	@$(PY) docs/notebook.py
@@ -225,4 +251,4 @@ migration: $(BENCH) $(ATTRIBUTION)/.installed
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/migration.py attribution $(if $(WRITE),--write)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) $(AUDIT) .venv-torch-* .venv-transformers-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) $(AUDIT) $(EVIDENCE) .venv-torch-* .venv-transformers-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
