@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import samplewise as sw
+
 ROOT = Path(__file__).parents[1]
 PLACES = [ROOT / "benchmarks/evidence", ROOT / "benchmarks", ROOT / "examples"]
 
@@ -66,6 +68,20 @@ def test_models_of_issues(scripts, number):
         assert [issues.COLUMNS["samplewise"](case).word for *_, n, case in issues.ISSUES if n == number] == ["right"]
     finally:
         torch.set_default_dtype(default)
+
+
+def test_parameters_that_were_replaced():
+    """The situation of Opacus #820: hooks and optimizer hold parameters that the model no longer uses."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 3))
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    step = sw.Step(model, torch.optim.SGD(adapters, lr=0.1), torch.nn.CrossEntropyLoss(), transforms=[sw.clip(1.0)])
+    for name, p in list(model[1].named_parameters()):
+        setattr(model[1], name, torch.nn.Parameter(p.detach().clone()))
+    with (
+        pytest.warns(sw.TrainingWarning, match=r"parameters that the optimizer does not have: 1\.weight, 1\.bias"),
+        pytest.raises(sw.GraphError, match=r"at least one of the parameters; found none of them in the graph"),
+    ):
+        step.run([(torch.randn(5, 4), torch.arange(5) % 3)])
 
 
 def test_votes_and_places(scripts, tmp_path):

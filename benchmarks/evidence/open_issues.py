@@ -244,10 +244,15 @@ def main() -> None:
     for library, address, number, case in ISSUES:
         values = record.run(f"{library} #{number}", partial(verdicts, case))
         rows.append(
-            [f"[{library} #{number}]({address}{number})", case.name, *(values[name]["word"] for name in LIBRARIES)]
+            [
+                f"[{library} #{number}]({address}{number})",
+                case.name,
+                *(values[name]["word"].replace("*", r"\*") for name in LIBRARIES),
+            ]
         )
         messages += [f"{library} #{number}, {name}: {value['message']}" for name, value in values.items()]
-    caption = f"Seed {SEED}; float64; {machine()}."
+    seconds = sum(record.seconds(f"{library} #{number}") for library, _, number, _ in ISSUES)
+    caption = f"Seed {SEED}; float64; CPU time of all {seconds:.0f} s; {machine()}."
     show(Table("evidence-issues", "Issues of others", rows, caption, tuple(messages)), options.write)
     values = record.run("Laplace #281", diagonal)
     rows = [["", "peak memory", "error, relative to the sum of the diagonal"]]

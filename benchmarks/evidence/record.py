@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
-from tables import Table, processor, write  # noqa: E402
+from tables import Table, plural, processor, write  # noqa: E402
 
 Values = dict[str, Any]
 
@@ -75,4 +75,4 @@ def show(table: Table, document: Path | None) -> None:
 
 
 def machine() -> str:
-    return f"torch {torch.__version__}, {torch.get_num_threads()} thread(s); {processor()}"
+    return f"torch {torch.__version__}, {plural(torch.get_num_threads(), 'thread')}; {processor()}"
