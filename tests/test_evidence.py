@@ -45,13 +45,13 @@ def test_step_equals_the_plain_loop_of_nanogpt(scripts, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + (k * k // 7) % 23) for k in range(2000)))
     models = {}
-    for name in ("plain loop", "`sw.Step`"):
+    for name in ("plain loop", "sw.Step"):
         setup = nanogpt.Setup.of(text)
         assert len([*islice(nanogpt.LOOPS[name](setup, tmp_path), 3)]) == 3
         models[name] = setup.model.state_dict()
     start = nanogpt.Setup.of(text).model.state_dict()
-    assert all(torch.equal(p, models["plain loop"][key]) for key, p in models["`sw.Step`"].items())
-    assert not any(torch.equal(p, start[key]) for key, p in models["`sw.Step`"].items())
+    assert all(torch.equal(p, models["plain loop"][key]) for key, p in models["sw.Step"].items())
+    assert not any(torch.equal(p, start[key]) for key, p in models["sw.Step"].items())
     rates = [nanogpt.RATE * nanogpt.rate_of(update) for update in (0, 100, 1050, 2000)]
     assert rates == pytest.approx([1e-3 / 101, 1e-3, 5.5e-4, 1e-4])
 

@@ -194,11 +194,11 @@ def clip(setup: Setup, directory: Path) -> Iterator[None]:
 
 LOOPS: dict[str, Callable[[Setup, Path], Iterator[None]]] = {
     "plain loop": plain,
-    "`sw.Step`": step,
-    "`sw.Step`, `sw.Ledger()`": ledger,
-    "`sw.Step`, `sw.clip(1.0)`": clip,
+    "sw.Step": step,
+    "sw.Step, sw.Ledger()": ledger,
+    "sw.Step, sw.clip(1.0)": clip,
 }
-KILLED = "`sw.Trainer`, killed and resumed"
+KILLED = "sw.Trainer, killed and resumed"
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
