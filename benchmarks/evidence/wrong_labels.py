@@ -11,7 +11,8 @@ right, although nobody looked at them. The 100 were chosen by a method of cleanl
 cleanlab: a wrong label that it did not question cannot count.
 
 The CNN of benchmarks/dynamics.py is trained on the 10,000 images for 10 epochs. samplewise ranks by what its ledger
-recorded during this training; cleanlab by predictions for images that a model was not trained on: five trainings.
+recorded during this training; cleanlab by predictions of five models for images that they were not trained on, which
+samplewise also ranks, for comparison.
 """
 
 from __future__ import annotations
@@ -50,26 +51,30 @@ def votes(path: Path, labels: Tensor) -> tuple[set[int], set[int]]:
     return wrong, {image["id"] for image in images}
 
 
-def by_samplewise(data: Data, seed: int) -> dict[str, Iterable[int]]:
+def during_training(data: Data, seed: int) -> dict[str, Iterable[int]]:
     with tempfile.TemporaryDirectory() as directory:
         train_with_ledger(CASE, *data, seed, Path(directory), norms=False)
         rankings = {
-            "samplewise, sw.dynamics (suspicion)": sw.dynamics(directory),
-            "samplewise, sw.suspects (mean margin)": sw.suspects(directory),
-            "samplewise, sw.suspects (mean loss)": sw.suspects(directory, score="loss"),
+            "`sw.dynamics`, suspicion": sw.dynamics(directory),
+            "`sw.suspects`, mean margin": sw.suspects(directory),
+            "`sw.suspects`, mean loss": sw.suspects(directory, score="loss"),
         }
     return {name: ranking.top(len(data[1])).tolist() for name, ranking in rankings.items()}
 
 
-def by_cleanlab(data: Data, seed: int) -> dict[str, Iterable[int]]:
+def held_out(data: Data, seed: int) -> dict[str, Iterable[int]]:
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
-    labels, probabilities = data[1].numpy(), held_out_probabilities(CASE, *data, seed)
-    issues = find_label_issues(labels, probabilities, return_indices_ranked_by="self_confidence")
+    labels, probabilities = data[1], held_out_probabilities(CASE, *data, seed)
+    issues = find_label_issues(labels.numpy(), probabilities, return_indices_ranked_by="self_confidence")
+    logits = torch.from_numpy(probabilities).log()
+    others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
+    visits = {"id": torch.arange(len(labels)), "margin": logits.gather(1, labels[:, None])[:, 0] - others}
     return {
-        "cleanlab, label quality score": get_label_quality_scores(labels, probabilities).argsort().tolist(),
-        "cleanlab, find_label_issues": issues.tolist(),
+        "cleanlab, label quality score": get_label_quality_scores(labels.numpy(), probabilities).argsort().tolist(),
+        "cleanlab, `find_label_issues`": issues.tolist(),
+        "`sw.suspects`, margin": sw.suspects(visits).top(len(labels)).tolist(),
     }
 
 
@@ -93,8 +98,9 @@ def main() -> None:
     record = Record(options.results)
     data = load("mnist-t10k", options.directory)
     wrong, looked_at = votes(options.directory / "mnist-mturk.json", data[1])
-    rows = [["ranking", f"wrong labels in the first {FIRST}", "each seed", "other images of the 100", "CPU time"]]
-    for method in (by_samplewise, by_cleanlab):
+    header = ["predictions", "ranking", f"wrong labels in the first {FIRST}", "each seed", "other images of the 100"]
+    rows = [[*header, "CPU time"]]
+    for title, method in (("during training", during_training), ("held out, five trainings", held_out)):
         keys = [f"{method.__name__}, seed {seed}" for seed in SEEDS]
         runs = [
             record.run(key, partial(run, partial(method, data, seed), wrong, looked_at))
@@ -105,7 +111,7 @@ def main() -> None:
             found = [first(values[name]["wrong"]) for values in runs]
             others = mean(first(values[name]["looked at"]) for values in runs) - mean(found)
             each = ", ".join(map(str, found))
-            rows.append([name, f"{mean(found):.1f} of {len(wrong)}", each, f"{others:.1f}", f"{seconds:.0f} s"])
+            rows.append([title, name, f"{mean(found):.1f} of {len(wrong)}", each, f"{others:.1f}", f"{seconds:.0f} s"])
     caption = f"Seeds {', '.join(map(str, SEEDS))}; means; CPU time of one seed; {machine()}."
     show(Table("evidence-wrong-labels", "Wrong labels found by people", rows, caption), options.write)
 
