@@ -37,7 +37,6 @@ from torch import Tensor
 import samplewise as sw
 
 CASE = Case("mnist", "none", 0.0, epochs=10)
-SEEDS = (0, 1, 2)
 FIRST = 100
 VOTES = 3  # of five, for a label that counts as right
 
@@ -93,6 +92,7 @@ def places(ranking: Iterable[int], images: set[int]) -> list[int]:
 def main() -> None:
     arguments = parser(__doc__, "wrong_labels")
     arguments.add_argument("directory", type=Path)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     record = Record(options.results)
@@ -101,10 +101,10 @@ def main() -> None:
     header = ["predictions", "ranking", f"wrong labels in the first {FIRST}", "each seed", "other images of the 100"]
     rows = [[*header, "CPU time"]]
     for title, method in (("during training", during_training), ("held out, five trainings", held_out)):
-        keys = [f"{method.__name__}, seed {seed}" for seed in SEEDS]
+        keys = [f"{method.__name__}, seed {seed}" for seed in options.seeds]
         runs = [
             record.run(key, partial(run, partial(method, data, seed), wrong, looked_at))
-            for key, seed in zip(keys, SEEDS, strict=True)
+            for key, seed in zip(keys, options.seeds, strict=True)
         ]
         seconds = median(record.seconds(key) for key in keys)
         for name in runs[0]:
@@ -112,7 +112,7 @@ def main() -> None:
             others = mean(first(values[name]["looked at"]) for values in runs) - mean(found)
             each = ", ".join(map(str, found))
             rows.append([title, name, f"{mean(found):.1f} of {len(wrong)}", each, f"{others:.1f}", f"{seconds:.0f} s"])
-    caption = f"Seeds {', '.join(map(str, SEEDS))}; means; CPU time of one seed; {machine()}."
+    caption = f"Seeds {', '.join(map(str, options.seeds))}; means; CPU time of one seed; {machine()}."
     show(Table("evidence-wrong-labels", "Wrong labels found by people", rows, caption), options.write)
 
 
