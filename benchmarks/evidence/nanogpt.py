@@ -296,7 +296,7 @@ def main() -> None:
         ["loop", "validation loss", "parameters after 2,000 updates", "CPU time of an update", "CPU time of the run"]
     ]
     for name, value in values.items():
-        distance = f"within {value['distance']:.0e} of the plain loop" if value["distance"] else "equal, bit for bit"
+        distance = f"off by at most {value['distance']:.0e}" if value["distance"] else "equal, bit for bit"
         ratio = f"{ratios[name]:.2f} ×" if name in ratios else ""
         rows.append([name, f"{value['loss']:.3f}", distance, ratio, f"{record.seconds(name):.0f} s"])
     caption = (
