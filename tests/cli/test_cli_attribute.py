@@ -196,7 +196,9 @@ def test_scores_are_those_of_conjugate_gradients(run, damping, limit):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     about = settings(run / "attribution")
     assert (about["refine"], about["iterations"] < limit) == (limit, damping is None)
-    rule = r"0\.333 = 1 / \(learning rate 0.5 \* 6 updates\)" if damping is None else r"\S+ = 0\.5 \* mean eigenvalue \S+"
+    rule = (
+        r"0\.333 = 1 / \(learning rate 0.5 \* 6 updates\)" if damping is None else r"\S+ = 0\.5 \* mean eigenvalue \S+"
+    )
     assert re.fullmatch(rule, about["damping"])
     stopped = "The conjugate gradients stopped at the limit of iterations after 2 iterations, with a relative residual"
     assert (stopped in result.stderr) == (stopped in page_text(run / "attribution")) == (damping is not None)

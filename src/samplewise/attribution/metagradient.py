@@ -167,7 +167,9 @@ def differentiate(
                 signs = 2.0 * torch.randint(2, (samples,), generator=torch.Generator().manual_seed(0)) - 1
                 step = new_step(make_step, final["trainer"]["seed"])
                 weights = 1 + CHANGE * signs
-                changed = Replay(run, final, step, loader, samples, formula, directory / "changed", every, device, weights)
+                changed = Replay(
+                    run, final, step, loader, samples, formula, directory / "changed", every, device, weights
+                )
                 changed.first_pass(lambda: advance(1))
                 with torch.no_grad():
                     losses = torch.cat(list(_query_losses(queries, step, replay.device)))
