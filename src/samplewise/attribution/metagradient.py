@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from samplewise.attribution.evaluate.retrain import digest_of_data
-from samplewise.attribution.replay import Replay, TrainingState, new_step, newest_state
+from samplewise.attribution.replay import SAVE_EVERY, Replay, TrainingState, new_step, newest_state
 from samplewise.attribution.update_derivative import Adjoint, Key, UpdateDerivative
 from samplewise.core.batches import to_device
 from samplewise.core.files import absolute, read_tensors, sha256, write_tensors
@@ -41,13 +41,13 @@ from samplewise.parallel import collectives
 from samplewise.step.compiled.optim import Formula, formula_of
 from samplewise.step.step import Step
 
-SAVE_EVERY = 60.0  # seconds between two saves of the backward pass
 STEEP = 10.0  # growth of gradients; with a factor of 97, an MLP on digits had an LDS of 0 at 5 % left out
-# Change of the weights in a repetition of the run, about as much as leaving out 1 % of the samples. Much smaller changes
-# say nothing about these: in float64 they may cross no kink of a ReLU, after which gradients jump, and in float32 they
-# are lost in rounding (0.0001 on digits). Smooth models have errors of 0.03 to 0.1 there, useful ones of ReLUs up to 0.6.
+# Change of the weights in a repetition of the run, about as much as leaving out 1 % of the samples, and far above the
+# rounding of float32. Smaller changes would say less: gradients of ReLUs jump at kinks, of which a change of 1e-6 crosses
+# none in a short training, and a few, with large effects, in long ones whose derivatives are useful.
 CHANGE = 0.1
-LARGEST_ERROR = 1.0  # of the predicted changes of the losses, relative to these; LDS 0.6 on digits
+LARGEST_ERROR = 1.0  # of the predicted changes of the losses, relative to these. On digits: 0.5 with an LDS of 0.8, 1.1
+# to 1.4 with one of 0.6; with smooth activations below 0.1.
 FOLDER = "metagradient"  # in the run directory
 FILE = "backward.safetensors"
 REMEDY = (

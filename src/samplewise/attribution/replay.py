@@ -8,6 +8,7 @@ augmentation, dropout, learning rates and windows are those of the run, as after
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from samplewise.core.state import RandomState, seed_everything
 from samplewise.core.text import listed, plural
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.checkpoint import io
-from samplewise.loop.checkpoint.directory import FOLDER, newest_checkpoint, newest_first
+from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints, newest_checkpoint, newest_first
 from samplewise.loop.checkpoint.state import check_compatible, check_trainer_state
 from samplewise.loop.data.resume_check import differences, join_words
 from samplewise.loop.trainer import Trainer
@@ -35,6 +36,7 @@ from samplewise.transforms.weight import weight
 
 MEMORY = 2**28  # bytes of the records of a segment, by default
 RANDOM_BYTES = 2**15  # of a random state, about
+SAVE_EVERY = 60.0  # seconds between two saves of a pass that only has to be continued
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class Replay:
         self._directory = directory
         self._every = every
         self._start: Path | None = None  # checkpoint from which the next fit starts; None: the step as it is
+        self._saved = time.monotonic()
         self._progress: Callable[[], None] | None = None  # called after each update of the first pass; None in others
         self._random = RandomState()  # at the start of the run
         self._buffers = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
@@ -204,6 +207,7 @@ class Replay:
         if self._weights is not None:  # after the state, in which they are not a setting of the run
             weights = self._weights.to(next(iter(self.step._evaluator.trained.named.values())))
             self.step.transforms = [self.step.transforms, weight(weights, index="id")]
+            return
         self.records = []
         self._state = TrainingState.of(self.step, self._formula)
         self._snapshot()
@@ -211,10 +215,15 @@ class Replay:
     def on_update(self, update: Update) -> None:
         if update.skipped:
             return
-        before = self._state
-        self._state = TrainingState.of(self.step, self._formula)
-        self.records.append(UpdateRecord(update.index, self.microbatches, before, self._state))
-        self._snapshot()
+        if self._weights is None:
+            before = self._state
+            self._state = TrainingState.of(self.step, self._formula)
+            self.records.append(UpdateRecord(update.index, self.microbatches, before, self._state))
+            self._snapshot()
+        elif time.monotonic() > self._saved + SAVE_EVERY:  # one snapshot, to continue after an interruption
+            state, rank_state = self._trainer._state(0)
+            Checkpoints(self._directory, keep=1).save(state, self.step.counters.updates, rank_state)
+            self._saved = time.monotonic()
         if self._progress is not None:
             self._progress()
 

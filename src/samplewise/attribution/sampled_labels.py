@@ -51,7 +51,7 @@ class ExpectedLoss:
         self._last: tuple[Likelihood, Tensor] | None = None  # of the last call, with the scale
 
     def seed(self, seed: int) -> None:
-        """Seed the generator of the CPU for the first draw, and those of the others, for all microbatches of a batch."""
+        """Seed the generator of the CPU for the first draw of a batch, and those of the others."""
         torch.manual_seed(seed % 2**63)
         for draw in range(1, SIGN_DRAWS):
             self._generators[draw] = torch.Generator().manual_seed((seed + draw * 7_368_787) % 2**63)
