@@ -422,6 +422,37 @@ def test_does_not_warn_of_rounding(tmp_path):
     assert sw.metagradient(tmp_path, make, loader, queries, device="cpu").abs().max() < 1e-290
 
 
+def test_warns_if_a_repetition_with_other_weights_diverges(recorded, monkeypatch):
+    original = replay.Replay.on_update
+
+    def on_update(self, update):
+        if self._weights is not None:
+            raise sw.NonFiniteLossError("losses must be finite")
+        original(self, update)
+
+    monkeypatch.setattr(replay.Replay, "on_update", on_update)
+    with pytest.warns(sw.TrainingWarning, match="found changes that differ from these by nan"):
+        assert sw.metagradient(recorded[0], linear(), *recorded[1:], device="cpu").isfinite().all()
+
+
+def test_losses_that_compare_samples_of_a_batch(tmp_path):
+    """The samples of a batch are negatives of each other, except in evaluation mode."""
+
+    def contrast(model, batch):
+        z = model(batch[0])
+        if not model.training:
+            return F.cross_entropy(z, batch[1], reduction="none")
+        return F.cross_entropy(z @ z.T, torch.arange(len(z)), reduction="none")
+
+    def make():
+        torch.manual_seed(0)
+        return sw.Step(nn.Linear(4, 3).double(), sw.sgd(0.01), contrast, interacting="allow")
+
+    loader, queries = data(mlp)
+    sw.Trainer(make(), tmp_path, progress=False).fit(loader, epochs=1)
+    assert sw.metagradient(tmp_path, make, loader, queries, device="cpu").shape == (3, SAMPLES)
+
+
 def test_a_killed_repetition_with_other_weights_continues(tmp_path, monkeypatch):
     loader, queries = data(cnn)
     train(cnn, tmp_path, loader)

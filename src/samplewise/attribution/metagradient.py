@@ -32,7 +32,7 @@ from samplewise.core.state import eval_mode, random_state_restored
 from samplewise.core.text import listed, progress
 from samplewise.dataset_pass import check_order, check_repeatable
 from samplewise.engine.gradients import gradients_of
-from samplewise.errors import BatchError, NonFiniteGradientError, TrainingWarning
+from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError, TrainingWarning
 from samplewise.ledger.sample_ids import Indexed
 from samplewise.loop.checkpoint.resume_settings import step_settings
 from samplewise.loop.checkpoint.trained import RunPath
@@ -42,14 +42,15 @@ from samplewise.step.compiled.optim import Formula, formula_of
 from samplewise.step.step import Step
 
 STEEP = 10.0  # growth of gradients; with a factor of 97, an MLP on digits had an LDS of 0 at 5 % left out
-# Change of the weights in a repetition of the run, about as much as leaving out 1 % of the samples, and far above the
-# rounding of float32. Smaller changes would say less: gradients of ReLUs jump at kinks, of which a change of 1e-6 crosses
-# none in a short training, and a few, with large effects, in long ones whose derivatives are useful.
+# Change of the weights in a repetition of the run: about as much as leaving out 1 % of the samples, and far above the
+# rounding of float32. Smaller changes would say less. Gradients of ReLUs jump at kinks: a change of 1e-6 crosses none
+# in a short training, and a few, with large effects, in long ones whose derivatives are useful.
 CHANGE = 0.1
 LARGEST_ERROR = 1.0  # of the predicted changes of the losses, relative to these. On digits: 0.5 with an LDS of 0.8, 1.1
 # to 1.4 with one of 0.6; with smooth activations below 0.1.
 FOLDER = "metagradient"  # in the run directory
 FILE = "backward.safetensors"
+NOT_SMOOTH = "the training is not smooth enough for its derivative to predict the effect of leaving samples out"
 REMEDY = (
     "Use a smaller learning rate, a warmup, a wider model or smoother activations, or average the results of several "
     "runs with other seeds."
@@ -143,7 +144,7 @@ def differentiate(
                     replay.first_pass(lambda: advance(1))
                     state = BackwardState.of_queries(queries, step, replay, formula)
                 except Exception:  # the snapshots may be those of another run
-                    shutil.rmtree(directory)
+                    shutil.rmtree(directory, ignore_errors=True)
                     raise
                 state.save(directory / FILE)
             else:
@@ -162,7 +163,7 @@ def differentiate(
                         state.save(directory / FILE)
                         saved = time.monotonic()
             problem = state.growth_problem()
-            if not problem:
+            if not problem:  # repeat the run with other weights
                 state.save(directory / FILE)
                 signs = 2.0 * torch.randint(2, (samples,), generator=torch.Generator().manual_seed(0)) - 1
                 step = new_step(make_step, final["trainer"]["seed"])
@@ -170,9 +171,12 @@ def differentiate(
                 changed = Replay(
                     run, final, step, loader, samples, formula, directory / "changed", every, device, weights
                 )
-                changed.first_pass(lambda: advance(1))
-                with torch.no_grad():
-                    losses = torch.cat(list(_query_losses(queries, step, replay.device)))
+                try:
+                    changed.first_pass(lambda: advance(1))
+                    with torch.no_grad():
+                        losses = torch.cat(list(_query_losses(queries, step, replay.device)))
+                except (NonFiniteLossError, NonFiniteGradientError):  # diverges with these weights
+                    losses = torch.full_like(state.losses, torch.nan)
                 problem = state.prediction_problem(losses, signs)
     shutil.rmtree(directory)
     with suppress(OSError):  # not empty: another call was interrupted
@@ -240,10 +244,7 @@ class BackwardState:
         growth = (self.largest / self.first)[moving].median().item() if moving.any() else 1.0
         if growth <= STEEP:
             return ""
-        return (
-            "the training is not smooth enough for its derivative to predict the effect of leaving samples out: "
-            f"gradients grow by a factor of {growth:.2g} on the way back through the updates. {REMEDY}"
-        )
+        return f"{NOT_SMOOTH}: gradients grow by a factor of {growth:.2g} on the way back through the updates. {REMEDY}"
 
     def prediction_problem(self, losses: Tensor, signs: Tensor) -> str:
         """Sentence that the derivatives do not predict the losses of the queries after training with weights
@@ -259,10 +260,9 @@ class BackwardState:
             return ""
         root = len(losses) ** 0.5
         return (
-            "the training is not smooth enough for its derivative to predict the effect of leaving samples out: it was "
-            f"repeated with weights of {1 - CHANGE:g} and {1 + CHANGE:g} at random, for which the derivatives predict "
-            f"changes of the losses of the queries by {predicted / root:.2g}, root mean square; found changes that "
-            f"differ from these by {error.norm() / root:.2g}. {REMEDY}"
+            f"{NOT_SMOOTH}: it was repeated with weights of {1 - CHANGE:g} and {1 + CHANGE:g} at random, for which the "
+            f"derivatives predict changes of the losses of the queries by {predicted / root:.2g}, root mean square; "
+            f"found changes that differ from these by {error.norm() / root:.2g}. {REMEDY}"
         )
 
     def save(self, path: Path) -> None:
