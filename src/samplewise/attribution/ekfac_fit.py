@@ -85,7 +85,10 @@ class Passes:
                 # Both passes draw the same labels for a batch, whichever rank computes it.
                 seed = self.seed * 1_000_003 + number
                 expected = self.loss_fn if isinstance(self.loss_fn, ExpectedLoss) else None
-                torch.manual_seed(seed % 2**63) if expected is None else expected.seed(seed)
+                if expected is None:
+                    torch.manual_seed(seed % 2**63)
+                else:
+                    expected.seed(seed)
                 for piece, losses in scanner.losses(batch):
                     # One draw after the other: the draws share the graph of one forward pass.
                     for of_draw in chain([losses], () if expected is None else expected.further_draws()):
