@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from samplewise.audit.comparison import Comparison, compare
-from samplewise.audit.findings import Evidence, Finding
-from samplewise.audit.notes import notes_of
+from samplewise.audit.findings import Evidence, Finding, notes_of
 from samplewise.audit.observer import Observer
 from samplewise.audit.reader import Losses
 from samplewise.audit.records import RowWeights

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.errors import ExportError
-from samplewise.export.graph import Method, UpdateProgram
-from samplewise.export.summary import Memory, metadata
+from samplewise.export.graph import Memory, Method, UpdateProgram, metadata
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.export.decompositions import decompositions as decompositions
-from samplewise.export.graph import Method, UpdateProgram
+from samplewise.export.graph import Memory, Method, UpdateProgram, metadata
 from samplewise.export.simplify import simplify
-from samplewise.export.summary import Memory, metadata
 from samplewise.step.compiled import CannotCompile
 
 STATE_METHODS = ("get_state", "set_state")

@@ -31,8 +31,8 @@ from samplewise.ledger.ledger import Ledger
 from samplewise.parallel import collectives
 from samplewise.step.backward import BackwardResult, HasBackward, Rest, backward, check_rest, run_pass, without_norms
 from samplewise.transforms.chain import Chain, chain
-from samplewise.transforms.per import Per
 from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.sums import Per
 from samplewise.transforms.transform import UnitTransform
 
 

@@ -28,7 +28,7 @@ from samplewise.loop.data.rng import derive_seed
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.step.step import Step
-from samplewise.transforms.per import sample_means
+from samplewise.transforms.sums import sample_means
 
 Forward = Callable[[nn.Module, Any], Any]  # (model, batch) -> outputs
 TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches

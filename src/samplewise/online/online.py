@@ -17,13 +17,12 @@ from samplewise.core.quantiles import RunningQuantiles, bucket_of
 from samplewise.core.state import RandomState, snapshot
 from samplewise.errors import BatchError
 from samplewise.online.drift import DriftTest
-from samplewise.online.features import Features, NewFeatures
+from samplewise.online.features import Features, Labels, NamedNumbers, NewFeatures, Number, Target
 from samplewise.online.growth import CompileDelay, GrowingLayers, Undo
 from samplewise.online.rows import RowBuffer, RowUpdates
 from samplewise.online.settings import Task, check_step, has_probabilities, register, task_of
 from samplewise.online.state import load_state, read_state, state_of, write_state
 from samplewise.online.stream import StreamTotals, run
-from samplewise.online.targets import Labels, NamedNumbers, Number, Target
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 

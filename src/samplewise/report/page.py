@@ -24,10 +24,10 @@ from samplewise.report.html import (
     write,
 )
 from samplewise.report.previews import read_previews
-from samplewise.report.quarantine import quarantine
 from samplewise.report.run_log import RunLog, is_number, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import data_map, scatter
+from samplewise.report.training import quarantine
 
 MAX_TILES = 6  # headline figures
 INTERVAL = 5.0  # seconds between two looks at a watched run

@@ -21,8 +21,8 @@ from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
 from samplewise.step.accumulate import Accumulator, AccumulatorWrapper
 from samplewise.step.forward import LossEvaluator
-from samplewise.transforms.per import Per, divide_by_counts, sum_by_group
 from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.sums import Per, divide_by_counts, sum_by_group
 
 
 class GroupCounts:

@@ -19,7 +19,7 @@ from samplewise.engine.arguments import wide_dtype
 from samplewise.errors import LossesError
 from samplewise.integrations.adapter import BatchLoss
 from samplewise.parallel import collectives
-from samplewise.transforms.per import Per, as_per, divide_by_counts, sum_by_group
+from samplewise.transforms.sums import Per, as_per, divide_by_counts, sum_by_group
 
 
 class Aggregates:

@@ -42,7 +42,7 @@ from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.privacy.release_log import KEY_FILE
 from samplewise.step.step import Step
 from samplewise.transforms.chain import Chain
-from samplewise.transforms.per import Per
+from samplewise.transforms.sums import Per
 
 # Entries of the Trainer's logs that are exact values of private samples, or are computed from the microbatch size.
 HIDDEN = ("loss", "train_loss", "total_flos", "train_samples_per_second", "train_tokens_per_second")

@@ -28,7 +28,7 @@ from samplewise.ledger.sample_ids import Indexed, split_entries
 from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.step.backward import Rest, checked_chain
 from samplewise.transforms.chain import Transforms, as_chain
-from samplewise.transforms.per import Per
+from samplewise.transforms.sums import Per
 
 if TYPE_CHECKING:
     Base = Any  # a Trainer; known only in the class that uses the mixin
