@@ -97,7 +97,13 @@ class Updates:
     def _begin_pass(self, guarded: Callable[..., None]) -> None:
         """A backward pass has come to its first output: nothing was accumulated yet."""
         if not self._has_searched:
-            self._search()
+            # Find schedulers and optimizers. Torch keeps no list of them.
+            self._has_searched = True
+            living = living_objects(LRScheduler, Optimizer)
+            self.schedulers = living[LRScheduler]
+            if self._all_models:
+                for optimizer in living[Optimizer]:
+                    self._watch_optimizer(optimizer)
         self._note_other_update()
         self._early = self._look()
         self._pass = Pass(len(self.passes), self._rates(), self._step is not None, observation.is_shown())
@@ -174,15 +180,6 @@ class Updates:
             self._scalers = living_objects(torch.amp.GradScaler)[torch.amp.GradScaler]
         used = [s for s in self._scalers if s.is_enabled() and s._scale is not None]
         return any(s._get_growth_tracker() == 0 for s in used)
-
-    def _search(self) -> None:
-        """Find schedulers and optimizers. Torch keeps no list of them."""
-        self._has_searched = True
-        living = living_objects(LRScheduler, Optimizer)
-        self.schedulers = living[LRScheduler]
-        if self._all_models:
-            for optimizer in living[Optimizer]:
-                self._watch_optimizer(optimizer)
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)

@@ -222,7 +222,14 @@ class _ScoreComputation:
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
-        return scan(self.model, _per_count(self.loss_fn), self.loader, microbatch=self.microbatch)
+        # Loss function whose losses are divided by their counts, unless a count is 0.
+        fn = as_loss_fn(self.loss_fn)
+
+        def losses_per_count(model: nn.Module, batch: Any) -> Tensor:
+            losses, counts = per_sample(fn(model, batch))
+            return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
+
+        return scan(self.model, same_constants(losses_per_count, fn), self.loader, microbatch=self.microbatch)
 
     @torch.no_grad()
     def _logits_of(self, batch: Any) -> Any:
@@ -250,17 +257,6 @@ class _ScoreComputation:
             description = " and ".join(types) if len(ids) == samples else f"{len(ids)} for {samples}"
             raise ValueError(f"ids must be integers or strings, one per sample; found {description}.")
         return ids
-
-
-def _per_count(loss_fn: LossFn) -> LossFn:
-    """Loss function whose losses are divided by their counts, unless a count is 0."""
-    fn = as_loss_fn(loss_fn)
-
-    def losses_per_count(model: nn.Module, batch: Any) -> Tensor:
-        losses, counts = per_sample(fn(model, batch))
-        return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
-
-    return same_constants(losses_per_count, fn)
 
 
 def _positions(ids: Ids, later_ids: Ids) -> Tensor:

@@ -259,6 +259,14 @@ class Memory:
     scratch: int | None
 
 
+def register_buffers(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Register tensors as buffers prefix_0, prefix_1, ...; their own names may contain dots. Returns these names."""
+    names = [f"{prefix}_{k}" for k in range(len(tensors))]
+    for name, tensor in zip(names, tensors.values(), strict=True):
+        module.register_buffer(name, tensor)
+    return names
+
+
 def metadata(program: UpdateProgram) -> str:
     """Names that a file stores, as JSON."""
     return json.dumps(

@@ -232,7 +232,16 @@ class SampleScheduler:
         self.samples = samples
         position = min(samples, self.schedule.total)
         k = bisect_right(self._starts, position) - 1
-        _set_rates(self._parts[k], min(position - self._starts[k], self._totals[k]))
+        # Set the learning rates to those at a position, in samples.
+        scheduler = self._parts[k]
+        scheduler.last_epoch = min(position - self._starts[k], self._totals[k])
+        scheduler._get_lr_called_within_step = True  # get_lr warns otherwise
+        formula = getattr(scheduler, "_get_closed_form_lr", scheduler.get_lr)
+        for group, rate in zip(scheduler.optimizer.param_groups, formula(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def get_last_lr(self) -> list[Any]:
         """Learning rates of the next update, one for each parameter group."""
@@ -272,15 +281,3 @@ def _bind(schedule: BySamples, optimizer: Optimizer) -> LRScheduler:
     _check_formula(type(scheduler))
     scheduler.last_epoch = -1  # not begun: sw.audit reports schedulers that stay at their first step
     return scheduler
-
-
-def _set_rates(scheduler: Any, position: int) -> None:
-    """Set the learning rates to those at a position, in samples."""
-    scheduler.last_epoch = position
-    scheduler._get_lr_called_within_step = True  # get_lr warns otherwise
-    formula = getattr(scheduler, "_get_closed_form_lr", scheduler.get_lr)
-    for group, rate in zip(scheduler.optimizer.param_groups, formula(), strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate

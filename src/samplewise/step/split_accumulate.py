@@ -181,7 +181,11 @@ class PrivateAccumulator(SplittingAccumulator):
 
     def _pieces(self, microbatch: Any, error: Exception) -> list[Any]:
         if isinstance(error, LargeTerms):
-            return _pieces_around(microbatch, error.samples)
+            # The samples `alone` as batches of one, and the samples before, between and after them, in order.
+            total = length(microbatch)
+            assert total is not None
+            ends = sorted({0, total, *error.samples, *(row + 1 for row in error.samples)})
+            return [cut(microbatch, first, end, total) for first, end in pairwise(ends)]
         if not self._inner.ranks.passes_alone:  # other ranks are in the middle of this window
             raise error
         return _samples_of(microbatch)
@@ -256,14 +260,6 @@ class PrivateAccumulator(SplittingAccumulator):
             finite = False
         self._meter.zeroed += not finite
         return finite
-
-
-def _pieces_around(microbatch: Any, alone: Sequence[int]) -> list[Any]:
-    """The samples `alone` as batches of one, and the samples before, between and after them, in order."""
-    total = length(microbatch)
-    assert total is not None
-    ends = sorted({0, total, *alone, *(row + 1 for row in alone)})
-    return [cut(microbatch, first, end, total) for first, end in pairwise(ends)]
 
 
 def _samples_of(microbatch: Any) -> list[Any]:

@@ -42,7 +42,12 @@ class Denominators:
     """
 
     def __init__(self, trainer: Any, denominator: Denominator | None = None):
-        _check_denominator(denominator)
+        number = isinstance(denominator, Real) and 0 < float(denominator) < inf
+        if not (denominator is None or number or denominator in (SAMPLES, LABELS) or callable(denominator)):
+            raise ValueError(
+                "denominator must be a positive number, 'samples', 'labels' or a function of a batch; found "
+                f"{denominator!r}."
+            )
         self.trainer = trainer
         self.denominator = denominator
         self.unit: str | None = None
@@ -245,12 +250,3 @@ def _values_per_sample(batch: Any) -> int:
     if isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() > 1:
         return max(labels[0].numel(), 1)
     return 1  # class indices: the loss of a sample is the sum over its labels
-
-
-def _check_denominator(denominator: Any) -> None:
-    number = isinstance(denominator, Real) and 0 < float(denominator) < inf
-    if not (denominator is None or number or denominator in (SAMPLES, LABELS) or callable(denominator)):
-        raise ValueError(
-            "denominator must be a positive number, 'samples', 'labels' or a function of a batch; found "
-            f"{denominator!r}."
-        )

@@ -70,7 +70,12 @@ class Optimizers:
         """Parts of the backward pass of a loss: one, unless `per_sample` and parameters of several optimizers."""
         if len(self._optimizers) < 2:
             return [PassPart([0], [])]
-        self._discard_reset_passes()
+        # Discard passes whose gradients were set to None or zero before a step: one of the generator leaves gradients
+        # on the discriminator, which are not used. The trainer has no hook for zero_grad in manual optimization.
+        for number, window in self._windows.items():
+            gradients = (p.grad for p in _parameters(self._optimizers[number]))
+            if window and not any(grad is not None and bool(grad.any()) for grad in gradients):
+                self._windows[number] = []
         named = _reached_parameters(loss, module)
         owned = {}
         for number, optimizer in enumerate(self._optimizers):
@@ -99,15 +104,6 @@ class Optimizers:
     def add(self, part: PassPart, passes: list[BatchPass]) -> None:
         for number in part.numbers:
             self._windows[number] = self._windows.get(number, []) + passes
-
-    def _discard_reset_passes(self) -> None:
-        """Discard passes whose gradients were set to None or zero before a step: one of the generator leaves gradients
-        on the discriminator, which are not used. The trainer has no hook for zero_grad in manual optimization.
-        """
-        for number, window in self._windows.items():
-            gradients = (p.grad for p in _parameters(self._optimizers[number]))
-            if window and not any(grad is not None and bool(grad.any()) for grad in gradients):
-                self._windows[number] = []
 
     # --- one update --------------------------------------------------------------------------------------------------
 
