@@ -23,7 +23,7 @@ from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.directory import FOLDER, newest_checkpoint, newest_first
 from samplewise.loop.checkpoint.state import check_compatible, check_trainer_state
-from samplewise.loop.data.rng import differences, join_words
+from samplewise.loop.data.resume_check import differences, join_words
 from samplewise.loop.trainer import Trainer
 from samplewise.step.accumulate import Accumulator, AccumulatorWrapper
 from samplewise.step.compiled.optim import Formula

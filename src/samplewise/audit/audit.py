@@ -302,7 +302,7 @@ class Audit(Tabular):
                     "microbatches": len(t.passes),
                     "samples": t.samples,
                     "targets": t.targets,
-                    "sum": None if isnan(t.total) else t.total,
+                    "sum": _finite(t.total),
                     "low": _finite(min((s.low for s in t.known), default=nan)),
                     "high": _finite(max((s.high for s in t.known), default=nan)),
                     "rates": list(t.step.rates),
@@ -381,4 +381,5 @@ def _cells(total: UpdateTotal, marks: list[str]) -> tuple[str, ...]:
 
 
 def _finite(value: float) -> float | None:
+    """The number, or None for NaN, which JSON does not have."""
     return None if isnan(value) else value

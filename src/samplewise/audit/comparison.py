@@ -50,9 +50,9 @@ def compare(first: Summary, second: Summary) -> Comparison:
     first_of: dict[str, str] = {}  # sentence about the first update that differs in this way
     rows = []
     for a, b in pairs:
-        cells, found = _compare_updates(a, b)
+        cells, differences_of_update = _compare_updates(a, b)
         rows.append(cells)
-        for kind, sentence in found:
+        for kind, sentence in differences_of_update:
             kinds[kind] += 1
             first_of.setdefault(kind, sentence)
     differences = [f"{sentence} ({plural(kinds[kind], 'update')} of this kind)" for kind, sentence in first_of.items()]

@@ -51,10 +51,8 @@ def _has_several_targets(slot: SlotTotal) -> bool:
 
 def wrong_sum(evidence: Evidence) -> Iterator[Finding]:
     """Weights that do not sum to 1, or to the constant that is meant."""
-    if any(
-        p.erased and not p.skipped for p in evidence.lost()
-    ):  # an update without them has another sum, and that is the fault
-        return
+    if any(p.erased and not p.skipped for p in evidence.lost()):
+        return  # an update without them has another sum, and that is the fault
     first = {number for finding in first_window(evidence) for number in finding.updates}
     for series in evidence.series():
         if _is_scaled(series) or _is_annealed(series):
@@ -65,9 +63,10 @@ def wrong_sum(evidence: Evidence) -> Iterator[Finding]:
             for (total, slot), goal in zip(series, expected, strict=True)
             if slot.targets and abs(slot.total - goal) > slot.tolerance * abs(goal) and number(total) not in first
         ]
-        judged = [row for row in off if evidence.per is not None or row[1].equal(None) or _by_microbatch(row[1])]
-        if evidence.per is None:
-            judged = [row for row in judged if not row[1].weighted_by_loop]
+        judged = off
+        if evidence.per is None:  # weights of the loop itself are no fault; those of whole microbatches are
+            judged = [row for row in off if not row[1].weighted_by_loop]
+            judged = [row for row in judged if row[1].equal(None) or _uniform_microbatches(row[1])]
         if not judged:
             continue
         sums = [slot.total for _, slot, _ in judged]
@@ -119,7 +118,7 @@ def _is_annealed(series: Sequence[tuple[UpdateTotal, SlotTotal]]) -> bool:
     return any(max(sums) - min(sums) > series[0][1].tolerance * abs(max(sums)) for sums in by_size.values())
 
 
-def _by_microbatch(slot: SlotTotal) -> bool:
+def _uniform_microbatches(slot: SlotTotal) -> bool:
     return _has_several_targets(slot) and all(part.uniform for part in slot.parts)
 
 

@@ -119,20 +119,14 @@ def _kind_of_rows(z: Tensor, g: Tensor, dim: int) -> Kind | None:
     if p.shape[1] > 2 and float((p.std(1) / p.mean(1)).median()) < SPREAD:
         return None  # equal logits, as of a head that begins with zeros: with smoothing, gradients are the same
     smoothing = 0.0
-    _, label, error = _best_labels(logits, rows, smoothing, tolerance)
+    weights, label, error = _best_labels(logits, rows, smoothing, tolerance)
     if error.max() > tolerance:
-        estimate = _smoothing_of(p, rows)
-        if estimate is None:
-            return None
-        smoothing = estimate
-        _, label, error = _best_labels(logits, rows, smoothing, tolerance)
-        if error.max() > tolerance:
-            return None
-    if p.shape[1] == 2:
-        # One number for each row: any weight explains it. Equal weights of rows with different logits are evidence.
-        weights = _best_labels(logits, rows, smoothing, tolerance)[0]
-        if _spread_of_classes(weights, label, p[:, 0]) > tolerance:
-            return None
+        smoothing = _smoothing_of(p, rows) or 0.0
+        weights, label, error = _best_labels(logits, rows, smoothing, tolerance)
+    # With two classes there is one number for each row, which any weight explains. Equal weights of rows with different
+    # logits are evidence.
+    if error.max() > tolerance or (p.shape[1] == 2 and _spread_of_classes(weights, label, p[:, 0]) > tolerance):
+        return None
     return Kind(CROSS_ENTROPY, dim, smoothing)
 
 

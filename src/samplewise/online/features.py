@@ -80,20 +80,17 @@ class Features:
                 f"{listed(map(repr, names))}. Use new_features='ignore' or 'grow'."
             )
 
-    def add(self, names: Sequence[Hashable]) -> Undo:
-        """Give features the next columns. Returns a function that undoes it."""
-        before = self.state_dict()
+    def saved(self) -> Undo:
+        """Function that restores the present columns."""
+        state = self.state_dict()
+        return lambda: self.load_state_dict(state)
+
+    def add(self, names: Sequence[Hashable]) -> None:
+        """Give features the next columns."""
         assert self.names is not None
         for name in names:
             self._columns[name] = len(self.names)
             self.names.append(name)
-        return lambda: self.load_state_dict(before)
-
-    def resize(self, columns: int) -> Undo:
-        """Set the number of columns of a row. Returns a function that undoes it."""
-        before = self.state_dict()
-        self.shape = (columns,)
-        return lambda: self.load_state_dict(before)
 
     def write(self, buffer: RowBuffer, row: int, x: Any) -> None:
         """Write a sample to a row of the buffer; features without a column are left out, missing ones are 0."""

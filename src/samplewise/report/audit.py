@@ -92,9 +92,8 @@ def _updates(summary: list[Mapping[str, Any]]) -> str:
 
 
 def _samples(rows: list[Mapping[str, Any]]) -> str:
-    head = ("loss", "update", "microbatch", "row", "sample", "targets", "weight")
     names = ("loss", "update", "microbatch", "row", "sample", "targets", "weight")
-    return _table(head, [[row[name] for name in names] for row in rows], 1)
+    return _table(names, [[row[name] for name in names] for row in rows], 1)
 
 
 def _table(head: tuple[str, ...], rows: list[list[Any]], text_columns: int) -> str:

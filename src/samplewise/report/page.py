@@ -24,7 +24,7 @@ from samplewise.report.html import (
     write,
 )
 from samplewise.report.previews import read_previews
-from samplewise.report.run_log import RunLog, is_number, read_run
+from samplewise.report.run_log import RunLog, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import data_map, scatter
 from samplewise.report.training import quarantine
@@ -77,8 +77,7 @@ def report(run: RunLog, reload: float | None = None) -> str:
 
 def tiles(run: RunLog, samples: int | None) -> str:
     """Headline figures at the top of the page: updates, epochs, samples, best values."""
-    epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
-    entries = [("updates", f"{run.reached('update'):,}"), ("epochs", f"{len(epochs):,}")]
+    entries = [("updates", f"{run.reached('update'):,}"), ("epochs", f"{len(run.epochs):,}")]
     entries += [("samples", f"{samples:,}")] if samples is not None else []
     for measured_curve in reversed(training.measured_curves(run)):  # validation before training
         extremes = training.better_extremes(measured_curve.name)
@@ -94,8 +93,7 @@ def configuration(run: RunLog) -> Section:
     """Section "Configuration" with the content of run.json; each nested object becomes a table of its own."""
     nested = {name: value for name, value in run.metadata.items() if isinstance(value, dict) and value}
     values = {name: value for name, value in run.metadata.items() if name != "name" and not isinstance(value, dict)}
-    epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
-    counters = {"epochs": len(epochs), "updates": run.reached("update"), "samples logged": run.reached("samples")}
+    counters = {"epochs": len(run.epochs), "updates": run.reached("update"), "samples logged": run.reached("samples")}
     tables = [value_table("Run", values | counters)]
     tables += [value_table(name.capitalize(), nested_values) for name, nested_values in nested.items()]
     return Section("Configuration", columns("".join(tables)))

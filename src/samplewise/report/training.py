@@ -225,8 +225,7 @@ def extreme(values: Curve, extreme_name: str) -> Sequence[tuple[float, float]]:
 
 
 def epochs(run: RunLog) -> Section:
-    numbers = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
-    all_epochs = sorted(epoch for epoch in numbers if isfinite(epoch))
+    all_epochs = sorted(epoch for epoch in run.epochs if isfinite(epoch))
     epochs = all_epochs
     if len(all_epochs) > MAX_EPOCHS:  # evenly spaced, with the first and the last
         epochs = [all_epochs[k * (len(all_epochs) - 1) // (MAX_EPOCHS - 1)] for k in range(MAX_EPOCHS)]

@@ -15,13 +15,11 @@ from transformers import Trainer
 from samplewise.engine.gradients import gradients
 from samplewise.errors import GraphError, LossesError
 from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first
-from samplewise.integrations.huggingface.aggregates import Aggregates, check_aggregate
 from samplewise.integrations.huggingface.batch_kinds import kind_of, unsupported, with_prompt_columns
-from samplewise.integrations.huggingface.denominators import Denominator, Denominators
-from samplewise.integrations.huggingface.outputs import OutputsHook
+from samplewise.integrations.huggingface.denominators import Aggregates, Denominator, Denominators, check_aggregate
+from samplewise.integrations.huggingface.outputs import OutputsHook, Reductions, TrainerLoss
 from samplewise.integrations.huggingface.private import PrivacyCallback, PrivateTraining, check_not_private
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_id_column, with_packed_ids
-from samplewise.integrations.huggingface.reductions import Reductions, TrainerLoss
 from samplewise.integrations.transformers_losses import KnownLosses, auxiliary_loss, known_losses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import Indexed, split_entries
