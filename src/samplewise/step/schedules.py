@@ -238,10 +238,7 @@ class SampleScheduler:
         scheduler._get_lr_called_within_step = True  # get_lr warns otherwise
         formula = getattr(scheduler, "_get_closed_form_lr", scheduler.get_lr)
         for group, rate in zip(scheduler.optimizer.param_groups, formula(), strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_rate(group, "lr", rate)
 
     def get_last_lr(self) -> list[Any]:
         """Learning rates of the next update, one for each parameter group."""
@@ -269,6 +266,14 @@ class SampleScheduler:
     @property
     def _kind(self) -> str:
         return ", ".join(type(part).__name__ for part in self._parts)
+
+
+def set_rate(group: dict[str, Any], name: str, rate: Any) -> None:
+    """Set a rate of a parameter group. A tensor keeps its identity, which a compiled optimizer depends on."""
+    if isinstance(group[name], Tensor):
+        group[name].fill_(rate)
+    else:
+        group[name] = rate
 
 
 def _bind(schedule: BySamples, optimizer: Optimizer) -> LRScheduler:

@@ -1,5 +1,5 @@
-"""What a trainer computes its loss from: outputs of the model, from a forward hook, and operands of means and sums; these
-may be the losses of the samples.
+"""What a trainer computes its loss from: outputs of the model, from a forward hook, and operands of means and sums.
+Among the operands may be the losses of the samples.
 """
 
 from __future__ import annotations
