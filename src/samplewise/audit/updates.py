@@ -227,12 +227,12 @@ class Updates:
         calls: set[int] = set()
         numbers = set()
         for unused in self._unused:
-            own = {id(output.call) for output, _ in unused.outputs}
-            if own <= calls:
+            calls_of_pass = {id(output.call) for output, _ in unused.outputs}
+            if calls_of_pass <= calls:
                 if not unused.shown and _is_repeated(unused, self._unused[0]):
                     self.repeated[step.number] = self.repeated.get(step.number, 1) + 1
                 continue
-            calls |= own
+            calls |= calls_of_pass
             unused.reached = keys
             self._append(unused)
             numbers.add(unused.number)
@@ -271,7 +271,7 @@ class Updates:
         return sum(factors) / len(factors)
 
     def _is_relevant(self, optimizer: Optimizer) -> bool:
-        if any(optimizer is known for known in self.optimizers):
+        if any(optimizer is candidate for candidate in self.optimizers):
             return True
         if not self._all_models and not _parameters(optimizer) & self.accumulation.parameters.keys():
             self.other_optimizers += 1

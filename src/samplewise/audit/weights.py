@@ -177,14 +177,14 @@ def _softmax_weights(z: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Te
     g_label, g_other, g_third = g.gather(1, chosen).double().unbind(1)
     # Two entries give the weight. With smoothing e and s = e / V, both have w s less than the softmax.
     ratio = (z_label - z_other).exp()
-    kept = 1 - smoothing + share * (1 - ratio)
-    weights = (g_other * ratio - g_label) / kept
+    divisor = 1 - smoothing + share * (1 - ratio)
+    weights = (g_other * ratio - g_label) / divisor
     expected = (g_other + weights * share) * (z_third - z_other).exp() - weights * share
     errors = (g_third - expected).abs() / g_other.abs().clamp(min=1e-300)
     if classes == 2:  # there is no third entry
         errors = torch.zeros_like(errors)
     # Rows in which the label is not certain, or its entry is lost in rounding: all entries are needed.
-    clear = (low.double() < -1.02 * high.double()) & (-g_label > CLEAR * weights.abs()) & (kept.abs() > 0.1)
+    clear = (low.double() < -1.02 * high.double()) & (-g_label > CLEAR * weights.abs()) & (divisor.abs() > 0.1)
     clear &= errors <= tolerance_of(z)
     unclear = (active & ~clear).nonzero()[:, 0]
     if len(unclear):
@@ -262,9 +262,9 @@ def _binary_cross_entropy(z: Tensor, g: Tensor) -> Targets:
     certain = torch.where(labels == 0, z > UNDERFLOW, z < SATURATED)
     error = _spread_of_classes(weights[certain], labels[certain], p[certain])
     for label in (0, 1):
-        known = weights[certain & (labels == label) & (weights != 0)]
-        if len(known):
-            weights = torch.where(~certain & (labels == label), known.median(), weights)
+        typical = weights[certain & (labels == label) & (weights != 0)]
+        if len(typical):
+            weights = torch.where(~certain & (labels == label), typical.median(), weights)
     if not bool((certain | (weights != 0)).all()):
         error = torch.inf
     return Targets(weights, labels, None, error, FULL_TOLERANCE, elements=weights.shape[1])

@@ -67,11 +67,11 @@ class ShardGroup:
             # All-gather of parameters that this rank does not need.
             size = self._mesh.shard_mesh_size
             if size > 1:
-                mine = handed_over(torch.cat(self._shards()))
-                collectives.note("all_gather", mine.nbytes)
+                shard = handed_over(torch.cat(self._shards()))
+                collectives.note("all_gather", shard.nbytes)
                 with collectives.explained("all_gather"):
-                    whole = handed_over(mine.new_empty(size * len(mine)))
-                    collectives.all_gather_single(whole, mine, group=self._mesh.shard_process_group)
+                    whole = handed_over(shard.new_empty(size * len(shard)))
+                    collectives.all_gather_single(whole, shard, group=self._mesh.shard_process_group)
         else:
             self._add_sums({})
 
@@ -178,18 +178,18 @@ class ShardGroup:
     def _reduced(self, table: Tensor) -> Tensor:
         """This rank's row of the sum of the tables of all ranks."""
         mesh = self._mesh
-        mine = table[0]
+        row = table[0]
         if mesh.shard_mesh_size > 1:
             collectives.note("reduce_scatter", table.nbytes)
-            mine = torch.empty_like(mine)
+            row = torch.empty_like(row)
             flat = handed_over(table.view(-1))
             with collectives.explained("reduce_scatter"):
-                collectives.reduce_scatter_single(handed_over(mine), flat, group=mesh.shard_process_group)
+                collectives.reduce_scatter_single(handed_over(row), flat, group=mesh.shard_process_group)
         if self.copies > 1:
-            collectives.note("all_reduce", mine.nbytes)
+            collectives.note("all_reduce", row.nbytes)
             with collectives.explained("all_reduce"):
-                dist.all_reduce(handed_over(mine), group=mesh.replicate_process_group)
-        return mine
+                dist.all_reduce(handed_over(row), group=mesh.replicate_process_group)
+        return row
 
 
 def _gradient(p: Any) -> Tensor | None:

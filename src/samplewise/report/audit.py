@@ -16,11 +16,11 @@ DIGITS = 6  # of sums of weights in the chart: rounding errors are no curves
 def audit_page(audit: Mapping[str, Any]) -> str:
     """HTML page of what `Audit.to_dict` returns."""
     summary = audit["summary"]
-    known = [update for update in summary if update["sum"] is not None]
+    updates = [update for update in summary if update["sum"] is not None]
     tiles = [("updates", f"{len(summary):,}"), ("faults", f"{len(audit['findings']):,}")]
     tiles += [("samples", f"{sum(update['samples'] for update in summary):,}")]
-    if known:
-        sums = [update["sum"] for update in known]
+    if updates:
+        sums = [update["sum"] for update in updates]
         tiles += [
             ("smallest sum of weights", html.number(min(sums))),
             ("largest sum of weights", html.number(max(sums))),
@@ -29,7 +29,7 @@ def audit_page(audit: Mapping[str, Any]) -> str:
     head = f'<p class="quiet">{html.text(audit["verdict"])}</p>\n{html.headline_tiles(tiles)}'
     sections = [
         html.Section("Findings", _findings(audit["findings"]) + notes),
-        html.Section("Weights", _chart(known)),
+        html.Section("Weights", _chart(updates)),
         html.Section("Updates", _updates(summary)),
         html.Section("Samples", _samples(audit["updates"])),
     ]
@@ -54,15 +54,15 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def _chart(known: list[Mapping[str, Any]]) -> str:
+def _chart(updates: list[Mapping[str, Any]]) -> str:
     """Sum of the weights, and the smallest and largest one relative to equal weights: right loops have 1 in all."""
-    if len(known) < 2:
+    if len(updates) < 2:
         return ""
-    frame = XRange(known[0]["update"], known[-1]["update"])
+    frame = XRange(updates[0]["update"], updates[-1]["update"])
     curves = [
-        Curve("sum of weights", [(u["update"], round(u["sum"], DIGITS)) for u in known]),
-        Curve("largest weight × targets", [(u["update"], round(u["high"] * u["targets"], DIGITS)) for u in known]),
-        Curve("smallest weight × targets", [(u["update"], round(u["low"] * u["targets"], DIGITS)) for u in known]),
+        Curve("sum of weights", [(u["update"], round(u["sum"], DIGITS)) for u in updates]),
+        Curve("largest weight × targets", [(u["update"], round(u["high"] * u["targets"], DIGITS)) for u in updates]),
+        Curve("smallest weight × targets", [(u["update"], round(u["low"] * u["targets"], DIGITS)) for u in updates]),
     ]
     drawing = lines(curves, frame, "weights", "Sum of the weights of each update, largest and smallest weight")
     return html.columns(html.figure("Equal weights with sum 1 are at 1", drawing, [curve.name for curve in curves]))

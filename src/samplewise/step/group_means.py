@@ -137,7 +137,7 @@ class GroupMeansAccumulator(AccumulatorWrapper):
         keys: list[Hashable] = []
         counts: list[Tensor] = []
         for microbatch in microbatches:
-            losses, own = self._evaluator.losses(microbatch)
+            losses, sample_counts = self._evaluator.losses(microbatch)
             keys += self._counts.aggregate.group_keys(microbatch, len(losses))
-            counts.append(ones(losses) if own is None else own)
+            counts.append(ones(losses) if sample_counts is None else sample_counts)
         return sum_by_group(keys, torch.cat(counts)) if counts else {}

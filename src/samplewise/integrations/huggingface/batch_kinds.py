@@ -198,7 +198,7 @@ class Documents(BatchKind):
         forward = trainer_loss.forward[0]
         outputs = forward if isinstance(forward, Mapping) else {}
         documents = self._documents(batch)
-        known = []
+        losses_of_documents = []
         for number in range(int(documents.max()) + 1):
             row, first = (int(k[0]) for k in (documents == number).nonzero(as_tuple=True))
             part = (slice(row, row + 1), slice(first, first + int((documents == number).sum())))
@@ -206,8 +206,8 @@ class Documents(BatchKind):
             samples = sample_losses(tokens, {"labels": batch["labels"][part]})
             if samples is None:
                 return None
-            known.append(samples.losses)
-        losses = torch.cat(known)
+            losses_of_documents.append(samples.losses)
+        losses = torch.cat(losses_of_documents)
         return KnownLosses(losses, self.counts(batch).to(losses.dtype))
 
     def counts(self, batch: Any) -> Tensor:
@@ -239,17 +239,17 @@ class Documents(BatchKind):
                 "begin; found none. Use a collator that returns position_ids."
             )
         numbers = (starts.flatten().cumsum(0) - 1).view(starts.shape)
-        found = int(numbers.max()) + 1
+        documents = int(numbers.max()) + 1
         ids = batch.get(self.trainer._adapter.id_key)
         if ids is not None:
             count = sum(map(len, ids)) if _is_nested(ids) else len(ids)
         else:  # the position ids of padding are zeros; a document of one token has no label either
             lengths = numbers.flatten().bincount()
-            count = int((lengths > 1).nonzero().max()) + 1 if bool((lengths > 1).any()) else found
-        if count > found:
+            count = int((lengths > 1).nonzero().max()) + 1 if bool((lengths > 1).any()) else documents
+        if count > documents:
             raise BatchError(
                 f"a batch must have one id for each document; found {plural(count, 'id')} for "
-                f"{plural(found, 'document')}. Remove empty texts from the dataset."
+                f"{plural(documents, 'document')}. Remove empty texts from the dataset."
             )
         return numbers.clamp(max=count - 1)
 
@@ -271,12 +271,12 @@ class Judged(BatchKind):
 
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
         """The losses, which the trainer computes for the desirable completions first, in the order of the rows."""
-        known = super().losses(trainer_loss, sample_losses, batch)
-        if known is None:
+        sample_values = super().losses(trainer_loss, sample_losses, batch)
+        if sample_values is None:
             return None
-        undesirable = ~torch.as_tensor(batch["label"], dtype=torch.bool, device=known.losses.device)
+        undesirable = ~torch.as_tensor(batch["label"], dtype=torch.bool, device=sample_values.losses.device)
         order = undesirable.to(torch.int8).argsort(stable=True)
-        return KnownLosses(torch.empty_like(known.losses).index_copy(0, order, known.losses))
+        return KnownLosses(torch.empty_like(sample_values.losses).index_copy(0, order, sample_values.losses))
 
 
 class Pairs(BatchKind):

@@ -306,8 +306,8 @@ class Aggregates:
                 totals = torch.tensor(of_group, dtype=counts.dtype, device=counts.device)
             if not self._by_token:  # whose loss of a sample is the sum over its tokens
                 scale, _ = divide_by_counts(torch.ones_like(counts), counts, totals)
-        own = self._divisor / collectives.size()
-        return replace(values, loss=values.loss * (denominator / own), scale=scale), own
+        share = self._divisor / collectives.size()
+        return replace(values, loss=values.loss * (denominator / share), scale=scale), share
 
     def _exchange(self) -> float:
         """Divisor of the update. Collective, in the first pass of the update: how the loss counts labels is known by

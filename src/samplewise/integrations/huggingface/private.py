@@ -429,10 +429,10 @@ def check_private(trainer: Any, plan: Privacy) -> None:
             "no", args.include_num_input_tokens_seen or "no", "numbers of tokens are not covered by the guarantee"
         ),
     }  # fmt: skip
-    for name, (value, found, reason) in wanted.items():
-        if found != value:
+    for name, (value, setting, reason) in wanted.items():
+        if setting != value:
             raise PrivacyError(
-                f"{name} must be {value!r} with privacy=, because {reason}; found {found!r}. Set {name}={value!r}."
+                f"{name} must be {value!r} with privacy=, because {reason}; found {setting!r}. Set {name}={value!r}."
             )
     if trainer.is_fsdp_enabled:
         raise PrivacyError(

@@ -341,12 +341,12 @@ class PerSample(Base):
         if not forward or not (self._adapter.reads_losses or self._aggregates.unverified):
             return None
         with torch.no_grad():
-            known = torch.nan if denominator is None or self._denominators.losses_differ else denominator
-            trainer_loss = TrainerLoss(loss, known, forward, self._operands)
+            divisor = torch.nan if denominator is None or self._denominators.losses_differ else denominator
+            trainer_loss = TrainerLoss(loss, divisor, forward, self._operands)
             samples = self._kind.losses(trainer_loss, self.per_sample_losses, batch)
             if samples is None:
                 return None
-            samples = samples.checked(loss - auxiliary_loss(forward[0], self.model), known)
+            samples = samples.checked(loss - auxiliary_loss(forward[0], self.model), divisor)
         reader = next((t for t in self._adapter.chain.samples.transforms if "losses" in t.needs), None)
         if reader is not None and bool(samples.losses.isnan().any()):
             raise LossesError(

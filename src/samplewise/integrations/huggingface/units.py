@@ -159,8 +159,8 @@ class UnitProbe:
         if is_sum:
             return SUM, False
         if is_mean and is_label_mean:  # equal shares; or equal losses, of which every mean is the same
-            known = uniform == collectives.size()
-            return (LABELS if max(shares) == 1 else SAMPLES) if known else None, False
+            is_clear = uniform == collectives.size()
+            return (LABELS if max(shares) == 1 else SAMPLES) if is_clear else None, False
         return (SAMPLES if is_mean else LABELS if is_label_mean else None), False
 
     def factor_of_ranks(self) -> int:
@@ -267,15 +267,15 @@ def weighs_classes(loss: Tensor) -> bool:
     if loss.grad_fn is None:
         return False
     queue: deque[Any] = deque([loss.grad_fn])
-    seen = set(queue)
-    while queue and len(seen) < DEPTH:
+    visited = set(queue)
+    while queue and len(visited) < DEPTH:
         node = queue.popleft()
         weight = getattr(node, "_saved_weight", None) if node.name().startswith("NllLoss") else None
         if isinstance(weight, Tensor) and node._saved_reduction == MEAN and bool(weight.min() != weight.max()):
             return True
-        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        children = [child for child, _ in node.next_functions if child is not None and child not in visited]
         queue.extend(children)
-        seen.update(children)
+        visited.update(children)
     return False
 
 

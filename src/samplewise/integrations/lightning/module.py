@@ -273,7 +273,7 @@ class Optimizers:
     def take_passes(self, number: int) -> list[BatchPass]:
         """Remove and return the passes of the open window of an optimizer. With several, its number is a column."""
         passes = self._windows.pop(number, [])
-        return passes if len(self._optimizers) < 2 else [_with_column(each, number) for each in passes]
+        return passes if len(self._optimizers) < 2 else [_with_column(batch_pass, number) for batch_pass in passes]
 
 
 def _unwrapped(optimizer: Any) -> Any:
