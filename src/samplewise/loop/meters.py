@@ -384,7 +384,10 @@ def make_display(total: int | None, done: int) -> Display:
     total: number of updates at the end of the training; None if unknown.
     done: number of updates made so far.
     """
-    if _in_notebook():
+    # True in a Jupyter kernel, whose shell is a ZMQInteractiveShell or, as in Colab, a subclass.
+    ipython = sys.modules.get("IPython")  # imported by every kernel
+    shell = None if ipython is None else ipython.get_ipython()
+    if any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__):
         return NotebookDisplay()
     if sys.stderr is None:  # stderr was closed when Python started
         return NoDisplay()
@@ -394,13 +397,6 @@ def make_display(total: int | None, done: int) -> Display:
         return BarDisplay(total, done)
     except ImportError:
         return LineDisplay()
-
-
-def _in_notebook() -> bool:
-    """True in a Jupyter kernel, whose shell is a ZMQInteractiveShell or, as in Colab, a subclass."""
-    ipython = sys.modules.get("IPython")  # imported by every kernel
-    shell = None if ipython is None else ipython.get_ipython()
-    return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
 
 
 class Progress:

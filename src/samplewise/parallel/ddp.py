@@ -44,7 +44,12 @@ class DDP(Ranks):
         if wrapped is not None:
             _refuse_options(wrapped)
             wrapped.register_forward_pre_hook(self._refuse_wrapper)
-        _refuse_shards(modules)
+        for name, p in (named for root in modules for named in root.named_parameters()):
+            if is_dtensor(p):
+                raise DistributedError(
+                    f"every rank must have the whole model; found a shard of {name!r}. Pass the whole model to "
+                    "Step(..., parallel='fsdp'), which shards it; other kinds of sharding are not supported."
+                )
         collectives.barrier()
         make_equal(modules, copy=wrapped is None)
 
@@ -214,15 +219,6 @@ def refuse_collectives(modules: Sequence[nn.Module]) -> None:
             raise DistributedError(
                 f"forward and backward passes must not contain collectives; found {kind}: {name}. Ranks may have "
                 f"different numbers of microbatches in a window, so that a collective would hang. {EXCHANGES[kind]}."
-            )
-
-
-def _refuse_shards(modules: Sequence[nn.Module]) -> None:
-    for name, p in (named for root in modules for named in root.named_parameters()):
-        if is_dtensor(p):
-            raise DistributedError(
-                f"every rank must have the whole model; found a shard of {name!r}. Pass the whole model to "
-                "Step(..., parallel='fsdp'), which shards it; other kinds of sharding are not supported."
             )
 
 

@@ -130,21 +130,17 @@ def _suspects(runs: Sequence[ComparedRun]) -> html.Section:
         return html.Section("Suspects", html.note_paragraph("Comparing suspects needs two runs with a ledger."))
     ranks = {c.name: {sample_id: k + 1 for k, sample_id in enumerate(c.samples.suspects)} for c in with_ledger}
     only_in_one = html.columns("".join(_only_in_run(c, ranks) for c in with_ledger))
-    return html.Section("Suspects", _common_suspects(with_ledger, ranks) + only_in_one)
-
-
-def _common_suspects(runs: Sequence[ComparedRun], ranks: Ranks) -> str:
-    """Cards of the samples that are suspect in all runs, sorted by the sum of their ranks."""
+    # Cards of the samples that are suspect in all runs, sorted by the sum of their ranks.
     in_all_runs = set.intersection(*(set(of_run) for of_run in ranks.values()))
-    ids = [sample_id for sample_id in ranks[runs[0].name] if sample_id in in_all_runs]
+    ids = [sample_id for sample_id in ranks[with_ledger[0].name] if sample_id in in_all_runs]
     ids.sort(key=lambda sample_id: sum(of_run[sample_id] for of_run in ranks.values()))
-    scope = "both runs" if len(runs) == 2 else f"all {len(runs)} runs"
+    scope = "both runs" if len(with_ledger) == 2 else f"all {len(with_ledger)} runs"
     are = "sample is" if len(ids) == 1 else "samples are"
     summary = f"{len(ids):,} {are} suspect in {scope}{_limit_note(MAX_CARDS, ids)}, with the rank in each run."
-    previews = _previews(ids[:MAX_CARDS], runs)
+    previews = _previews(ids[:MAX_CARDS], with_ledger)
     cards = "".join(_card(sample_id, previews.get(sample_id, {}), ranks) for sample_id in ids[:MAX_CARDS])
     gallery = f'<ol class="gallery">{cards}</ol>' if cards else ""
-    return f"<p>{summary}</p>{gallery}"
+    return html.Section("Suspects", f"<p>{summary}</p>{gallery}" + only_in_one)
 
 
 def _previews(ids: Sequence[str], runs: Sequence[ComparedRun]) -> dict[str, Preview]:

@@ -141,23 +141,20 @@ class SampleRows:
                 return
             x, y = tree.map_structure(lambda v, samples=samples: v[samples], (self._x, self._y))
             losses, rows = self._rows(x, y)
-            self._check_alone(losses, self.losses[samples])
+            # Compare the losses of samples computed one by one with those of the batch.
+            single, batched = (torch.tensor(ops.convert_to_numpy(v)).double() for v in (losses, self.losses[samples]))
+            difference = (single - batched).abs().max()
+            tolerance = torch.finfo(getattr(torch, self._precision)).eps ** 0.5
+            if difference > tolerance * batched.abs().max().clamp(min=1):
+                raise SamplesInteractError(
+                    "the loss of a sample must not depend on the other samples of the batch, and variables must not "
+                    f"change before the gradients are computed; found losses that differ by {difference:.3g} if "
+                    "each sample is alone in a batch. Remove layers and losses that combine samples."
+                )
             rows = [ops.cast(r, "float32") if r.dtype in HALF else r for r in rows]
             if self._chunk >= self.samples:
                 self._single_chunk = rows
             yield samples, rows
-
-    def _check_alone(self, alone: Any, in_batch: Any) -> None:
-        """Compare the losses of samples computed one by one with those of the batch."""
-        single, batched = (torch.tensor(ops.convert_to_numpy(v)).double() for v in (alone, in_batch))
-        difference = (single - batched).abs().max()
-        tolerance = torch.finfo(getattr(torch, self._precision)).eps ** 0.5
-        if difference > tolerance * batched.abs().max().clamp(min=1):
-            raise SamplesInteractError(
-                "the loss of a sample must not depend on the other samples of the batch, and variables must not change "
-                f"before the gradients are computed; found losses that differ by {difference:.3g} if "
-                "each sample is alone in a batch. Remove layers and losses that combine samples."
-            )
 
 
 def _bytes(v: Any) -> int:

@@ -235,7 +235,15 @@ class Optimizers:
         if not per_sample:
             return [PassPart([number for number, names in owned.items() if names], [])]
         sets = dict.fromkeys(names for names in owned.values() if names)
-        _refuse_common(owned, sets)
+        # Raise GraphError if optimizers have some parameters in common, but not all.
+        for names in sets:
+            common = [name for other in sets if other != names for name in sorted(names & other)]
+            if common:
+                numbers = " and ".join(str(number) for number, members in owned.items() if common[0] in members)
+                raise GraphError(
+                    f"manual_backward must differentiate each parameter for one optimizer; found {common[0]!r} in "
+                    f"optimizers {numbers}. {TOGGLE}"
+                )
         parts = [[number for number, names in owned.items() if names == names_of_part] for names_of_part in sets]
         rest = frozenset(named).difference(*sets)
         if rest:
@@ -294,18 +302,6 @@ def _reached_parameters(loss: Tensor, module: LightningModule) -> dict[str, Tens
     structure, _, _ = read_structure(*edge_of(loss), {id(p): name for name, p in named.items()})
     names = set(structure.leaves.values())
     return {name: p for name, p in named.items() if name in names}
-
-
-def _refuse_common(owned: Mapping[int, frozenset[str]], sets: Mapping[frozenset[str], None]) -> None:
-    """Raise GraphError if optimizers have some parameters in common, but not all."""
-    for names in sets:
-        common = [name for other in sets if other != names for name in sorted(names & other)]
-        if common:
-            numbers = " and ".join(str(number) for number, members in owned.items() if common[0] in members)
-            raise GraphError(
-                f"manual_backward must differentiate each parameter for one optimizer; found {common[0]!r} in "
-                f"optimizers {numbers}. {TOGGLE}"
-            )
 
 
 def _with_column(batch_pass: BatchPass, number: int) -> BatchPass:
