@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -265,8 +265,8 @@ def peak_memory(device: torch.device) -> int | None:
 # --- progress display ------------------------------------------------------------------------------------------------
 
 
-class Display(Protocol):
-    """Display of the progress of a training run. Epochs count from 1, as in the log."""
+class NoDisplay:
+    """Display of the progress of a training run that shows nothing. Epochs count from 1, as in the log."""
 
     def update(self, epoch: int, done: int, values: str) -> None:
         """Show that `done` updates have been made, with a text of current values."""
@@ -277,15 +277,6 @@ class Display(Protocol):
     def line(self, text: str) -> None:
         """Print another permanent line. May be called from another thread."""
 
-    def close(self) -> None: ...
-
-
-class NoDisplay:
-    """No display."""
-
-    def update(self, epoch: int, done: int, values: str) -> None: ...
-    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None: ...
-    def line(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -367,6 +358,9 @@ class BarDisplay:
 
     def close(self) -> None:
         self._bar.stop()
+
+
+Display = NoDisplay | LineDisplay | NotebookDisplay | BarDisplay
 
 
 def format_value(value: float) -> str:
