@@ -65,14 +65,12 @@ class Recheck:
 
     def run(self, microbatch: Any, first: bool, update: int) -> None:
         """Recheck the first microbatch of a window, if due. Called for every window."""
-        if ((first and self.every is not False) or self.due(update)) and self._would_consume():
+        is_first_check = first and self.every is not False
+        if not (is_first_check or self.due(update)) or self._would_consume():
             return
-        if first and self.every is not False:
-            total = length(microbatch)
-            subset = cut(microbatch, 0, ALONE) if total is not None and total > ALONE else microbatch
-            self._report(self._compare(subset, microbatch, first, update), subset)
-        elif self.due(update):
-            self._report(self._compare(microbatch, microbatch, first, update), microbatch)
+        is_large = (length(microbatch) or 0) > ALONE
+        subset = cut(microbatch, 0, ALONE) if is_first_check and is_large else microbatch
+        self._report(self._compare(subset, microbatch, first, update), subset)
 
     def _would_consume(self) -> bool:
         """True, with a warning, if the calls of a recheck could consume values of an iterator."""
@@ -113,14 +111,12 @@ class Recheck:
     def _report(self, difference: str | None, microbatch: Any) -> None:
         if difference is None:
             return
-        # Description of an operation that combines shapes (B, 1) and (B,), as of prediction and target; None if there
-        # is none.
-        total = length(microbatch)
-        with self._temporary_eval_mode(), Broadcasts(total or 0) as broadcasts:
+        # An operation that combines shapes (B, 1) and (B,), as of prediction and target, is the likely cause.
+        total = length(microbatch) or 0
+        with self._temporary_eval_mode(), Broadcasts(total) as broadcasts:
             self._losses(microbatch)
-        cause = None if broadcasts.operation is None else broadcast_cause(broadcasts.operation, total or 0)
-        if cause is not None:
-            raise LossesError(f"{difference}. {cause}")
+        if broadcasts.operation is not None:
+            raise LossesError(f"{difference}. {broadcast_cause(broadcasts.operation, total)}")
         if self.evaluator.interacting == "allow":
             return
         difference += self._possible_constants(microbatch)
