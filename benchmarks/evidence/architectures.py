@@ -3,7 +3,7 @@
 python benchmarks/evidence/architectures.py [--write docs/evidence.md] [--tasks "causal language model" ...]
 
 The list is that of transformers itself (its `MODEL_FOR_..._MAPPING_NAMES`), not a choice of ours. Each model has random
-weights in float64 and two layers: the sizes that its configuration has of `NAMES` are set, in nested configurations too.
+weights in float64 and two layers: the sizes of `NAMES` are set, in nested configurations too.
 A model that transformers cannot build with these sizes, or whose own backward pass fails, is counted as "not built".
 """
 
