@@ -46,9 +46,9 @@ NAMES = {
     8: "qk_nope_head_dim qk_rope_head_dim v_head_dim d_kv d_head mamba_d_head mamba_n_heads patch_size sliding_window",
     1: "n_shared_experts first_k_dense_replace mamba_n_groups bos_token_id decoder_start_token_id",
     64: "max_position_embeddings n_positions",
-    0: "pad_token_id use_cache",
+    0: "pad_token_id",
 }
-SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
+SIZES = {name: size for size, names in NAMES.items() for name in names.split()} | {"use_cache": False}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
