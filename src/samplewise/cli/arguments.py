@@ -63,6 +63,8 @@ def device_named(name: str) -> torch.device:
     try:
         device = resolve_device(name)
         torch.empty(0, device=device)
+        if device.index is not None and device.type != "cpu":
+            torch.get_device_module(device).set_device(device)  # for functions that refer to the current device
     except (RuntimeError, AssertionError) as why:  # AssertionError: torch was built without this backend
         reason = str(why).strip().splitlines()[0]
         raise typer.BadParameter(
