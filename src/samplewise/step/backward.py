@@ -169,12 +169,16 @@ def backward(
             _check_values(chain, g, counts, batch)
             stats = SampleStats(_losses_of(sample_losses, g, chain), counts, batch=batch)
             if not chain.weighs:
+                if framework.skips_overflow:
+                    g._settle()  # losses on an accelerator, which are not checked before they are needed
                 framework.run(loss.sum(), g, parts is not None and bool(parts.rest))
             directions: dict[Reference, dict[str, Tensor]] = {}
             if chain.references:
                 with without_grads(parameters.named.values()):  # references may run backward passes
                     directions = chain.directions(parameters.named)
             chain.samples.measure(g, stats, directions, norms=True, scale=framework.factor / denominator)
+            if chain.weighs and framework.skips_overflow:
+                g._settle()
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
