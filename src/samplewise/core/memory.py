@@ -55,7 +55,7 @@ def has_tf32(device: torch.device) -> bool:
 
 @contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Let products of float32 numbers use TF32, or not, inside the block. PyTorch uses it in convolutions by default."""
+    """Let float32 products use TF32, or not, inside the block. PyTorch uses it in convolutions by default."""
     backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
     try:
         before = [backend.allow_tf32 for backend in backends]
