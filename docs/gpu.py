@@ -39,7 +39,7 @@ and no path of a file. Reports with wrong results are as welcome as others.
 |---|---|
 | small models | the 42 models of `samplewise doctor --zoo`, each with a feature that is hard to get right, compared with one backward pass per sample in the same precision |
 | transforms | the second update of three small networks with each transform, in microbatches, compared with a plain loop over samples; then updates of a small ViT next to a plain training loop |
-| networks | ResNet-18 with GroupNorm, ViT-S and GPT-2 small with random weights: the norms of two samples compared with a backward pass of each one alone, and updates next to a plain training loop |
+| networks | ResNet-18 with GroupNorm, ViT-S and GPT-2 small with random weights: the norms of two samples compared with a backward pass of each one, and updates next to a plain training loop |
 
 Precisions: float64 if the device has it; float32 without TF32; TF32 on NVIDIA GPUs that have it; mixed precision in
 bfloat16, or float16 on GPUs that emulate bfloat16.

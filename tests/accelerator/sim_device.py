@@ -257,6 +257,10 @@ def _with_tf32(name, args):
     return (*args[:first], *map(_ten_bits, args[first : first + number]), *args[first + number :])
 
 
+def _is_half(x):
+    return isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+
+
 def _ten_bits(x):
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.float32:
         return x
@@ -385,8 +389,14 @@ def _computed(func, args, kwargs):
         return CELLS[func._schema.name](*args, **kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _drawn(func, args, kwargs)
-    args = _with_tf32(func._schema.name.removeprefix("aten::"), args)
-    if _noise and func._schema.name.removeprefix("aten::") in SUMS:
+    name = func._schema.name.removeprefix("aten::")
+    args = _with_tf32(name, args)
+    if _noise and name in PRODUCTS and any(_is_half(a) for a in args):
+        # GPUs add products of half precision in float32, and round the sum.
+        dtype = next(a.dtype for a in args if _is_half(a))
+        single = [_perturbed(a.float()) if _is_half(a) else a for a in args]
+        return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) else x, func(*single, **kwargs))
+    if _noise and name in SUMS:
         target = 1 if func._schema.is_mutable else 0
         args = (*args[:target], *tree_map(_perturbed, args[target:]))
     return func(*args, **kwargs)
