@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.bench.report import ReportError, heading, problems, read_report, tables
+from samplewise.core.text import plural
 
 DOCS = Path(__file__).parent
 TARGET = DOCS / "gpu.md"
@@ -98,10 +99,14 @@ def read_reports(directory: Path) -> list[dict[str, Any]]:
 
 def section(report: dict[str, Any], title: str) -> str:
     """Heading, environment, problems and tables of a report."""
-    found = problems(report)
-    summary = f"{len(found)} problem(s):" if found else "No problems found."
+    wrong = problems(report)
+    summary = f"{plural(len(wrong), 'problem')}:" if wrong else "No problems found."
     time = f"Measured in {report['seconds'] / 60:.0f} minutes, {report['environment']['clock']}."
-    lines = [f"\n### {cell(title)}\n", f"{cell(heading(report))}. {time} {summary}\n", *(f"- {cell(p)}" for p in found)]
+    lines = [
+        f"\n### {cell(title)}\n",
+        f"{cell(heading(report))}. {time} {summary}\n",
+        *(f"- {cell(problem)}" for problem in wrong),
+    ]
     for table in tables(report):
         rows = [table.header, ["---"] * len(table.header), *table.rows]
         lines += [f"\n{cell(table.title)}:\n", *(f"| {' | '.join(map(cell, row))} |" for row in rows)]

@@ -109,11 +109,11 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     monkeypatch.setattr(bench, "make_updates", with_little_memory)
     work = bench.seeded_work(tiny, "quick").to(SIM)
     assert len(work.batch[0]) == 4
-    smaller, error, _ = bench.fitting(work, SIM, measure.FLOAT32)
+    smaller, error, _ = bench.fit_to_memory(work, SIM, measure.FLOAT32)
     assert len(smaller.batch[0]) == 2 and error < 1e-4
     monkeypatch.setattr(bench, "COMPARED", 3)
     with pytest.raises(torch.OutOfMemoryError):
-        bench.fitting(work, SIM, measure.FLOAT32)
+        bench.fit_to_memory(work, SIM, measure.FLOAT32)
 
 
 def test_a_device_without_float64_is_compared_in_float32(monkeypatch, quick):

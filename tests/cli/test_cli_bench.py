@@ -123,6 +123,7 @@ def test_cases_that_pytorch_cannot_run_are_not_wrong(measured, monkeypatch):
     ("arguments", "message"),
     [
         (["--device", "abacus"], "Invalid value for --device: must be a device that torch can use; found 'abacus': "),
+        (["--device", "meta"], "Invalid value for --device: must be a device that computes; found meta."),
         (["--json", "nowhere/out.json"], "--json: must be a file in an existing directory; found nowhere"),
         (["--json", "."], "Invalid value for --json: must be a file in an existing directory; found .."),
         (["--quik"], "No such option: --quik"),
@@ -171,7 +172,7 @@ def test_an_error_of_one_update_leaves_the_others():
 
 
 def test_norms_of_nan_are_a_problem(measured, monkeypatch):
-    monkeypatch.setattr(bench, "fitting", lambda work, *_: (work, math.inf, 1.0))
+    monkeypatch.setattr(bench, "fit_to_memory", lambda work, *_: (work, math.inf, 1.0))
     result, report = measured(exit_code=1)
     assert report["networks"][0]["norm_error"] is None
     assert "tiny, float32: norms must be right up to 1e-03; found an error of NaN" in result.stdout

@@ -236,7 +236,7 @@ def measure_network(
         results.append(result)
         try:
             with allow_tf32(precision.tf32):
-                work, error, bound = fitting(work, device, precision)
+                work, error, bound = fit_to_memory(work, device, precision)
                 result["norm_error"] = error if math.isfinite(error) else None
                 chains: dict[str, dict[str, Any]] = {
                     STEP: {},
@@ -253,7 +253,7 @@ def measure_network(
     return results
 
 
-def fitting(work: Work, device: torch.device, precision: Precision) -> tuple[Work, float, float]:
+def fit_to_memory(work: Work, device: torch.device, precision: Precision) -> tuple[Work, float, float]:
     """The work with as many samples as fit into memory, the error of its norms, and their median."""
     while True:
         try:

@@ -23,7 +23,7 @@ from samplewise.bench.measure import clock_of
 from samplewise.core.files import other_version, read_json
 from samplewise.core.memory import device_function, processor_name
 from samplewise.core.package import installed_version
-from samplewise.core.text import Table
+from samplewise.core.text import Table, plural
 
 FORMAT = "samplewise-bench"
 VERSION = 1
@@ -195,7 +195,7 @@ def heading(report: dict[str, Any]) -> str:
         None if e["memory_bytes"] is None else f"{e['memory_bytes'] / 2**30:.0f} GiB",
         e["runtime"],
         None if e["driver"] is None else f"driver {e['driver']}",
-        f"{e['threads']} thread(s)" if e["device"] == "cpu" else None,
+        plural(e["threads"], "thread") if e["device"] == "cpu" else None,
         f"torch {e['torch']}",
         f"samplewise {e['samplewise']}",
         f"Python {e['python']}",

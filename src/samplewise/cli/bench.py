@@ -31,6 +31,8 @@ def bench(
     if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
         raise typer.BadParameter(f"must be a file in an existing directory; found {json}.", param_hint="--json")
     target = device_named(device)
+    if target.type == "meta":
+        raise typer.BadParameter("must be a device that computes; found meta.", param_hint="--device")
     from samplewise.bench.bench import run_bench
     from samplewise.bench.report import heading, problems, tables
     from samplewise.core.files import write_json

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -57,27 +58,26 @@ def has_tf32(device: torch.device) -> bool:
 def allow_tf32(allowed: bool) -> Iterator[None]:
     """Let float32 products use TF32, or not, inside the block. PyTorch uses it in convolutions by default."""
     backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-    try:
-        before = [backend.allow_tf32 for backend in backends]
-    except RuntimeError:  # the caller has used `fp32_precision`, which cannot be mixed with `allow_tf32`
-        before = []
-    precisions: tuple[Any, ...] = ()
+    places: tuple[Any, ...] = ()  # the same settings, and finer ones, since torch 2.9
     if hasattr(torch.backends.cudnn, "conv"):
-        precisions = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    precisions_before = [place.fp32_precision for place in precisions]
-    if before:
-        for backend in backends:
+        places = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    precisions = [place.fp32_precision for place in places]
+    with warnings.catch_warnings(action="ignore"):  # some versions warn of the older settings
+        try:
+            flags = [backend.allow_tf32 for backend in backends]
+        except RuntimeError:  # the caller has used the newer settings, which cannot be mixed with the older ones
+            flags = []
+        for backend, _ in zip(backends, flags, strict=False):
             backend.allow_tf32 = allowed
-    else:
-        for place in precisions:
+        for place in () if flags else places:
             place.fp32_precision = "tf32" if allowed else "ieee"
     try:
         yield
     finally:
-        if before:
-            for backend, value in zip(backends, before, strict=True):
-                backend.allow_tf32 = value
-        for place, precision in zip(precisions, precisions_before, strict=True):
+        with warnings.catch_warnings(action="ignore"):
+            for backend, flag in zip(backends, flags, strict=False):
+                backend.allow_tf32 = flag
+        for place, precision in zip(places, precisions, strict=True):
             place.fp32_precision = precision
 
 
