@@ -169,8 +169,6 @@ def backward(
             _check_values(chain, g, counts, batch)
             stats = SampleStats(_losses_of(sample_losses, g, chain), counts, batch=batch)
             if not chain.weighs:
-                if framework.skips_overflow:
-                    g._settle()  # losses on an accelerator, which are not checked before they are needed
                 framework.run(loss.sum(), g, parts is not None and bool(parts.rest))
             directions: dict[Reference, dict[str, Tensor]] = {}
             if chain.references:
@@ -178,7 +176,7 @@ def backward(
                     directions = chain.directions(parameters.named)
             chain.samples.measure(g, stats, directions, norms=True, scale=framework.factor / denominator)
             if chain.weighs and framework.skips_overflow:
-                g._settle()
+                g._settle()  # on an accelerator, values are not checked before that
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
