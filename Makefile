@@ -68,8 +68,8 @@ help:
 	@echo '                 minutes; continues where it stopped)'
 	@echo 'make evidence    make the tables of docs/evidence.md: published results, reproduced (two hours; continues where it'
 	@echo '                 stopped; WRITE=1 replaces the tables; SHAKESPEARE=file, MNIST=directory with the data)'
-	@echo 'make docs        generate docs/reference.md from the docstrings, notebooks of tutorials, and pictures whose'
-	@echo '                 script is newer'
+	@echo 'make docs        generate docs/reference.md from the docstrings, docs/gpu.md from reports, notebooks of'
+	@echo '                 tutorials, and pictures whose script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
 	@echo 'make migration   run the code of the migration pages against both libraries, and measure one number each'
 	@echo 'make clean       remove the virtual environments and all caches'
@@ -226,6 +226,7 @@ evidence: SCRIPTS := $(EVIDENCE)/$(BIN)/python benchmarks/evidence
 evidence: TABLES := $(if $(WRITE),--write docs/evidence.md)
 evidence: $(EVIDENCE)/.installed
 	@$(SCRIPTS)/open_issues.py $(TABLES)
+	@$(SCRIPTS)/architectures.py $(TABLES)
 	@$(SCRIPTS)/critical_batch.py $(TABLES)
 	@$(SCRIPTS)/wrong_labels.py $(MNIST) $(TABLES)
 	@$(SCRIPTS)/nanogpt.py $(SHAKESPEARE) $(TABLES)
@@ -234,6 +235,7 @@ evidence: $(EVIDENCE)/.installed
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 	@$(PY) docs/notebook.py
+	@$(PY) docs/gpu.py
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py

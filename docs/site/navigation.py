@@ -13,6 +13,7 @@ NAVIGATION = {
         "tutorials/preferences",
         "tutorials/one-sample",
         "tutorials/users",
+        "tutorials/gpu-report",
     ],
     "Concepts": ["concepts", "pictures", "guarantees"],
     "How-to": [
@@ -39,6 +40,7 @@ NAVIGATION = {
         "export",
         "distributed",
         "accelerators",
+        "gpu",
         "command-line",
         "extending",
         "examples",
