@@ -112,7 +112,7 @@ def main() -> None:
             others = mean(first(values[name]["looked at"]) for values in runs) - mean(found)
             each = ", ".join(map(str, found))
             rows.append([title, name, f"{mean(found):.1f} of {len(wrong)}", each, f"{others:.1f}", f"{seconds:.0f} s"])
-    caption = f"Seeds {', '.join(map(str, options.seeds))}; means; CPU time of one seed; {machine()}."
+    caption = f"Seeds: {', '.join(map(str, options.seeds))}; means; CPU time of one seed; {machine()}."
     show(Table("evidence-wrong-labels", "Wrong labels found by people", rows, caption), options.write)
 
 
