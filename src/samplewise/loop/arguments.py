@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from samplewise.errors import PrivacyError
-from samplewise.loop.callbacks import EarlyStopping, LRMonitor, ModelCheckpoint
+from samplewise.loop.callbacks import EarlyStopping, LRMonitor, ModelCheckpoint, Upload
 from samplewise.loop.data.importance import ImportanceSampler
 from samplewise.loop.data.sharding import ShardedLoader
 from samplewise.loop.stopping import Duration
@@ -33,6 +33,8 @@ def check_trainer(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any, 
         raise ValueError(f"seed must be an int; found {seed!r}.")
     if not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Pass a list.")
+    if isinstance(callbacks, Sequence) and sum(isinstance(callback, Upload) for callback in callbacks) > 1:
+        raise ValueError("a run must be uploaded to one store at most; found several Upload callbacks. Pass one.")
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Pass a dict.")
 
@@ -101,6 +103,12 @@ def check_private(
         )
     intervals = {"log_every": log_every}
     for callback in callbacks:
+        if isinstance(callback, Upload):
+            raise PrivacyError(
+                "Upload must not be used with privacy=, because updates after the last upload would be forgotten when "
+                "the run continues elsewhere, and their privacy with them; found it. Use a run directory on a file "
+                "system that all machines share."
+            )
         if isinstance(callback, (ModelCheckpoint, LRMonitor)):
             intervals[f"every of {type(callback).__name__}"] = callback.every
         monitors = isinstance(callback, EarlyStopping) or (isinstance(callback, ModelCheckpoint) and callback.best)

@@ -22,7 +22,7 @@ from samplewise.core.text import plural
 from samplewise.core.validate import CheckedAttributes
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop import arguments
-from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
+from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint, Upload
 from samplewise.loop.checkpoint.state import RunState, savable
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
@@ -99,7 +99,8 @@ class Trainer(CheckedAttributes):
         ordered = [*([self._progress] if progress else []), *_complete(callbacks, self.run)]
         self._callbacks = Listeners(ordered, trainer=self, step=step, model=self.model)
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
-        self._run_directory = None if self.run is None else RunDirectory(self.run, exists)
+        mirror = next((callback._mirror for callback in ordered if isinstance(callback, Upload)), None)
+        self._run_directory = None if self.run is None else RunDirectory(self.run, exists, mirror)
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
