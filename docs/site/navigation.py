@@ -38,6 +38,7 @@ NAVIGATION = {
         "online",
         "export",
         "distributed",
+        "clusters",
         "accelerators",
         "command-line",
         "extending",

@@ -53,7 +53,7 @@ def without_warnings(*arguments):
 def test_all_ranks_raise_if_the_last_upload_fails(two, tmp_path):
     """The one of the checkpoint before it is a warning."""
     first, second = two.errors(without_warnings, tmp_path / "run", tmp_path / "store", 4, True)
-    message = "CheckpointError: the store of a run must be writable; found "
+    message = "UploadFailed: the store of a run must be writable; found "
     assert first.startswith(message)
     assert second.startswith("DistributedError: rank 0 of 2 failed: " + message)
     assert (tmp_path / "run" / "checkpoints" / "update-000000004.ckpt").exists()

@@ -20,7 +20,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -40,7 +40,7 @@ CHUNK = 1 << 20  # bytes that are copied at once
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+")
 
 
-class StoreFailure(CheckpointError):
+class UploadFailed(CheckpointError):
     """A store cannot be reached, read or written; the next attempt may succeed."""
 
 
@@ -96,11 +96,13 @@ class Store:
         with self._files.open(f"{self._root}/{name}", "rb") as content, atomic_write(path) as file:
             shutil.copyfileobj(content, file, CHUNK)
 
-    def remove_checkpoint(self, folder: str, names: Container[str]) -> None:
+    def remove_checkpoint(self, folder: str, names: Iterable[str]) -> None:
         """Remove a checkpoint of the store, which has the files `names`. It is incomplete from the beginning on."""
-        if f"{folder}/{STATE_FILE}" in names:
-            self._files.rm_file(f"{self._root}/{folder}/{STATE_FILE}")
-        self._files.rm(f"{self._root}/{folder}", recursive=True)
+        files = {name for name in names if _folder(name) == folder}
+        if (state := f"{folder}/{STATE_FILE}") in files:
+            self._files.rm_file(f"{self._root}/{state}")
+        if files - {state}:
+            self._files.rm(f"{self._root}/{folder}", recursive=True)
 
 
 class Mirror:
@@ -122,12 +124,15 @@ class Mirror:
             run = None  # also if a run has started there, but uploaded nothing
             if len(names) > 1 and MARKER in names:
                 run = _run_id(self.store.read(MARKER), self.store.url)
-        if set(names) - {MARKER} and (run is None or not resume):
-            content, remedy = f"{plural(len(names), 'file')} of another kind", "Use another URL."
-            if run is not None:
-                content, remedy = "a run", "Use Trainer(..., exists='resume') to continue that run, or another URL."
+        if run is None and set(names) - {MARKER}:
             raise CheckpointError(
-                f"the store of a new run must be empty; found {content} in {self.store.url}. {remedy}"
+                f"the store of a new run must be empty; found {plural(len(names), 'file')} of another kind in "
+                f"{self.store.url}. Use another URL."
+            )
+        if run is not None and not resume:
+            raise CheckpointError(
+                f"the store of a new run must be empty; found a run in {self.store.url}. Use Trainer(..., "
+                "exists='resume') to continue that run, or another URL."
             )
         marker = directory / MARKER
         local = _run_id(marker.read_bytes(), marker) if marker.exists() else None
@@ -161,11 +166,12 @@ class Mirror:
                     self.store.fetch(name, directory / name)
                     self._sent[name] = _signature(directory / name)
             folders = sorted(_complete(names), key=_update)
-            intact = [folder for folder in folders if self._fetch_checkpoint(directory, folder, names)]
-        if folders and not intact:
+            intact = {folder: self._fetch_checkpoint(directory, folder, names) for folder in folders}
+        checkpoints = [is_intact for folder, is_intact in intact.items() if _update(folder) >= 0]
+        if checkpoints and not any(checkpoints):
             raise CheckpointError(
-                f"resuming needs a readable checkpoint; found none among {len(folders)} in {self.store.url}. Restore "
-                "one from a backup, or start a new run with another URL."
+                f"a run in a store must have a readable checkpoint; found none among {len(checkpoints)} in "
+                f"{self.store.url}. Restore one from a backup, or start a new run with another URL."
             )
 
     def _fetch_checkpoint(self, directory: Path, folder: str, names: Iterable[str]) -> bool:
@@ -184,7 +190,6 @@ class Mirror:
             remove(partial)
             return False
         os.rename(partial, path)
-        self._sent |= {f"{folder}/{file.name}": _signature(file) for file in path.iterdir()}
         return True
 
     def send(self, directory: Path, last: bool = False) -> None:
@@ -195,9 +200,9 @@ class Mirror:
         try:
             with self._explained("be writable"):
                 self._send(directory)
-        except StoreFailure as why:
+        except UploadFailed as why:
             if last:
-                raise
+                raise UploadFailed(f"{why} {directory} is complete: the next fit(resume=True) uploads it.") from why
             text = f"{why} Training goes on; the next checkpoint is uploaded with all that is missing now."
             warnings.warn(text, CheckpointWarning, stacklevel=2)
 
@@ -214,9 +219,9 @@ class Mirror:
 
         # A damaged checkpoint that was left out may be ahead of the local ones: it would not fit to the log below.
         newest = max(map(_update, folders), default=-1)
-        for folder in [folder for folder in gone if _update(folder) > newest]:
+        ahead = {folder for folder in gone if _update(folder) > newest >= 0}
+        for folder in sorted(ahead):
             self.store.remove_checkpoint(folder, sizes)
-            gone.remove(folder)
 
         for name in names:
             if not _folder(name):
@@ -226,24 +231,15 @@ class Mirror:
         for folder in folders:
             files = [name for name in names if _folder(name) == folder]
             state = f"{folder}/{STATE_FILE}"
-            same_sizes = all(sizes.get(name) == (directory / name).stat().st_size for name in files)
-            if same_sizes and self._has(directory, state):
-                continue
-            if any(name in sizes for name in files):
+            same_sizes = all(sizes.get(name) == _signature(directory / name)[0] for name in files)
+            if not (same_sizes and self.store.read(state) == (directory / state).read_bytes()):
                 self.store.remove_checkpoint(folder, sizes)
-            for name in sorted(files, key=lambda name: name == state):
-                self._send_file(directory, name, {})
+                for name in sorted(files, key=lambda name: name == state):
+                    self.store.write(name, directory / name, _signature(directory / name)[0])
 
         # At the end, because until now they were the only complete checkpoints, if earlier uploads have failed.
-        for folder in gone:
+        for folder in sorted(gone - ahead if newest >= 0 else ()):
             self.store.remove_checkpoint(folder, sizes)
-
-    def _has(self, directory: Path, state: str) -> bool:
-        """True if the state.json in the store equals the local one."""
-        path = directory / state
-        if self._sent.get(state) != _signature(path) and self.store.read(state) == path.read_bytes():
-            self._sent[state] = _signature(path)
-        return self._sent.get(state) == _signature(path)
 
     def _send_file(self, directory: Path, name: str, sizes: Mapping[str, int]) -> None:
         """Copy a file, unless it is in the store with its size and was not changed since."""
@@ -265,9 +261,9 @@ class Mirror:
             raise
         except Exception as why:
             text = str(why).rstrip(".") or "no message"
-            raise StoreFailure(
+            raise UploadFailed(
                 f"the store of a run must {need}; found {type(why).__name__} at {self.store.url}: {text}. Check the "
-                "URL, the credentials and the network. The local run directory is complete."
+                "URL, the credentials and the network."
             ) from why
         finally:
             generators.restore()
