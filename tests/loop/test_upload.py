@@ -406,7 +406,7 @@ def test_arguments(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ImportError, match=r"s3://b/a needs a package .*: pip install 'samplewise\[remote\]' for s3://"):
         sw.callbacks.Upload("s3://b/a")
-    with pytest.raises(ValueError, match="to one store at most; found several Upload callbacks"):
+    with pytest.raises(ValueError, match="to one store at most; found 2 Upload callbacks"):
         make(tmp_path / "a", [sw.callbacks.Upload(URL), sw.callbacks.Upload(URL)])
     with pytest.raises(CheckpointError, match="Upload needs a run directory; found none"):
         make(None, [sw.callbacks.Upload(URL)]).fit([(X, Y)], epochs=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ def check_trainer(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any, 
         raise ValueError(f"seed must be an int; found {seed!r}.")
     if not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Pass a list.")
-    if isinstance(callbacks, Sequence) and sum(isinstance(callback, Upload) for callback in callbacks) > 1:
-        raise ValueError("a run must be uploaded to one store at most; found several Upload callbacks. Pass one.")
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Pass a dict.")
 

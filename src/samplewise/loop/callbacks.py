@@ -206,7 +206,11 @@ class Upload:
 
     def __init__(self, url: str, **options: Any):
         self.url = url
-        self._mirror = Mirror(url, options)
+        self._options = options
+        self._mirror()  # raises errors of the arguments
+
+    def _mirror(self) -> Mirror:
+        return Mirror(self.url, self._options)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run is None and not trainer.fast_dev_run:
