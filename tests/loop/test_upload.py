@@ -17,8 +17,8 @@ import pytest
 import torch
 import uploaded
 from fsspec.implementations.memory import MemoryFileSystem
-from small import X, Y, log, make, parameters
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from small import X, Y, log, loss_fn, make, parameters
+from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
 from samplewise.errors import CheckpointError, CheckpointWarning, PrivacyError
@@ -77,21 +77,18 @@ def fails(stop=10**9, failure=None):
     Objects.operations, Objects.stop, Objects.failure = [], stop, failure
 
 
-class Noisy(Dataset):
-    """Augmentation draws from Python's generator."""
-
-    def __len__(self):
-        return len(X)
-
-    def __getitem__(self, i):
-        return X[i] + random.random(), Y[i]
+def noisy(model, batch):
+    """It draws from Python's generator, as the libraries of stores do."""
+    return loss_fn(model, batch) * random.uniform(0.9, 1.1)
 
 
 def run(directory, updates=UPDATES, url=URL, exists="resume", every="2up", callbacks=()):
     checkpoint = sw.callbacks.ModelCheckpoint(every=every, best=1)
     uploads = [sw.callbacks.Upload(url)] if url else []
-    trainer = make(directory, [sw.Ledger(), checkpoint, *callbacks, *uploads], log_every="1up", exists=exists)
-    loader = DataLoader(sw.Indexed(Noisy()), batch_size=7, shuffle=True)
+    callbacks = [sw.Ledger(), checkpoint, *callbacks, *uploads]
+    random.seed(0)
+    trainer = make(directory, callbacks, loss=noisy, log_every="1up", exists=exists)
+    loader = DataLoader(sw.Indexed(TensorDataset(X, Y)), batch_size=7, shuffle=True)
     trainer.fit(loader, loader, updates=updates)
     return trainer
 
@@ -124,7 +121,7 @@ def test_continues_on_another_machine(kind, tmp_path, whole):
         trainer = run(tmp_path / f"machine {machine}", updates, url)
         assert trainer.step.counters.updates == updates
     assert end(trainer) == whole
-    # The copy has the files of the run, those in it as well that were removed meanwhile, under the same names.
+    # The copy has the files of the run and no others: removed checkpoints are removed in the store.
     assert files(sw.download_run(url, tmp_path / "copy")) == files(trainer.run)
     assert not [path for path in (tmp_path / "store").rglob("*") if ".partial" in path.name or path.name == "run.lock"]
 
@@ -446,8 +443,8 @@ def test_download(tmp_path):
 
 def test_names_in_the_store_lead_nowhere_else(tmp_path):
     run(tmp_path / "a", 2)
-    for name in ("../evil", "a/../../evil", ".hidden", "C:evil", "a\\evil", "a//evil"):
+    for name in ("../evil", "a/../../evil", ".hidden", "a//evil"):
         Objects.store[f"/bucket/runs/a/{name}"] = Objects.store["/bucket/runs/a/run.json"]
     expected = files(tmp_path / "a")
     assert files(sw.download_run(URL, tmp_path / "deep" / "copy")) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["a", "deep"] or len(list(tmp_path.iterdir())) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "deep"]

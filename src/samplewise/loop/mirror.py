@@ -300,8 +300,9 @@ def download_run(url: str, directory: str | Path, **options: Any) -> Path:
 
 
 def _is_visible(name: str) -> bool:
-    parts = name.split("/")
-    return not (any(part[:1] in (".", "") for part in parts) or "\\" in name or ":" in name)
+    """True for a relative path without hidden parts, which therefore does not lead out of its directory."""
+    leads_out = os.name == "nt" and any(character in name for character in "\\:")
+    return not leads_out and all(part[:1] not in (".", "") for part in name.split("/"))
 
 
 def _folder(name: str) -> str:
