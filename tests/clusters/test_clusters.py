@@ -25,7 +25,7 @@ SRUN, TORCHRUN = (code for language, code in BLOCKS if language == "bash")
 MANIFEST, CHANGE = (code for language, code in BLOCKS if language == "yaml")
 SCRIPT = [str(HERE / "held.py"), str(ROOT / "examples" / "preemptible.py")]
 HOLD = 33  # index of the update after which the signal comes: in the middle of an epoch of 10
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow  # each start of Python takes seconds
 
 COMMANDS = {  # on PATH
     "python": f'exec "{sys.executable}" "$@"',
@@ -109,6 +109,7 @@ def to_all(process, ranks):
         os.kill(rank, signal.SIGTERM)
 
 
+@slow
 @pytest.mark.parametrize(
     ("script", "ranks", "stop", "code"),
     [
@@ -133,6 +134,7 @@ def test_slurm(script, ranks, stop, code, tmp_path, environment):
     assert parameters(tmp_path / "run") == parameters(tmp_path / "whole")
 
 
+@slow
 @pytest.mark.parametrize("script", [SRUN, TORCHRUN], ids=["srun", "torchrun"])
 def test_slurm_does_not_requeue_after_an_error(script, tmp_path, environment):
     command, variables = job(script, tmp_path, environment, 1)
@@ -167,6 +169,7 @@ def is_ignored(manifest, code):
     return False
 
 
+@slow
 @pytest.mark.parametrize("kind", ["volume", "upload"])
 def test_kubernetes(kind, tmp_path, environment):
     manifest = yaml.safe_load(MANIFEST)
