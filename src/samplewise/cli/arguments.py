@@ -74,9 +74,9 @@ def device_named(name: str) -> torch.device:
 def check_one_of(**options: object) -> None:
     """Raise typer.BadParameter unless exactly one of two options, name -> value, is given."""
     names = [f"--{name.replace('_', '-')}" for name in options]
-    given = [value is not None for value in options.values()]
-    if sum(given) != 1:
-        count = "both" if any(given) else "neither"
+    flags = [value is not None for value in options.values()]
+    if sum(flags) != 1:
+        count = "both" if any(flags) else "neither"
         raise typer.BadParameter(f"give one of {' and '.join(names)}; found {count}.", param_hint=names[0])
 
 

@@ -29,6 +29,7 @@ from samplewise.loop.run_dir import Log
 from samplewise.loop.stopping import interval
 from samplewise.parallel import collectives
 from samplewise.step.config import FunctionalOptimizer
+from samplewise.step.schedules import set_rate
 from samplewise.step.step import Step
 from samplewise.step.update import Update, has_dropped
 
@@ -284,7 +285,7 @@ class SetLR:
             )
         for k, (group, rate) in enumerate(zip(groups, rates, strict=True)):
             if step.scheduler is None:
-                _set(group, "lr", rate)
+                set_rate(group, "lr", float(rate))
             else:
                 _scale_schedule(step.scheduler, k, group, rate)
 
@@ -305,7 +306,7 @@ def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate:
         )
     for name in ("lr", "initial_lr", "max_lr", "min_lr"):
         if name in group:
-            _set(group, name, rate if name == base else group[name] * (rate / initial))
+            set_rate(group, name, float(rate) if name == base else group[name] * (rate / initial))
     for part in _parts(scheduler):
         for name in ("base_lrs", "max_lrs", "_last_lr"):
             if hasattr(part, name):
@@ -319,14 +320,6 @@ def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)
-
-
-def _set(group: dict[str, Any], name: str, rate: Any) -> None:
-    """Set a rate of a parameter group. A tensor keeps its identity, which a compiled optimizer depends on."""
-    if isinstance(group[name], torch.Tensor):
-        group[name].fill_(rate)
-    else:
-        group[name] = float(rate)
 
 
 class MaxTime:
@@ -429,16 +422,12 @@ class Quarantine:
             random_state.restore()
 
     def on_fit_end(self) -> None:
-        self._close()
-
-    def on_error(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self._log is not None:
             self._bytes = self._log.position()
             self._log.close()
             self._log = None
+
+    on_error = on_fit_end
 
     def state_dict(self) -> dict[str, Any]:
         return {"bytes": self._bytes if self._log is None else self._log.position()}

@@ -32,7 +32,7 @@ from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank, on_rank_zero
 from samplewise.privacy.release_log import KEY_FILE
 from samplewise.privacy.release_log import LOG_FILE as RELEASE_LOG
-from samplewise.step.by_samples import SampleScheduler
+from samplewise.step.schedules import SampleScheduler
 from samplewise.step.step import Step
 
 # Files of a run next to its checkpoints, saved models and run.json: of the trainer, loggers, the ledger and the report.

@@ -269,7 +269,14 @@ class Trainer(CheckedAttributes):
         if self._loss_meter.has_unread_updates:
             self._write_train_line(data)
         if not self._loss_meter.has_updates_in_epoch:
-            self._check_samples_are_carried()
+            # Raise BatchError for an epoch without updates, unless its samples are carried into the next epoch.
+            carried = collectives.all_reduce_scalars(self.step._has_pending_samples)[0]
+            if self.fast_dev_run or not carried:
+                raise BatchError(
+                    f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
+                    f"epoch {self._epoch + 1}, and tail={self.step.tail!r}. Use a smaller samples=, or tail='update' "
+                    "or tail='carry'."
+                )
         metrics = {} if validate is None else self._validate(data, validate)
         self._epoch += 1  # its number in the log, where epochs count from 1
         data.seek(DataPosition())
@@ -280,16 +287,6 @@ class Trainer(CheckedAttributes):
             self.write("validation", epoch=self._epoch, update=done, **metrics)
         losses = {"loss": trained["loss"], "train_loss": trained["loss"]} if "loss" in trained else {}
         return {**losses, **metrics}
-
-    def _check_samples_are_carried(self) -> None:
-        """Raise BatchError for an epoch without updates, unless its samples are carried into the next epoch."""
-        carried = collectives.all_reduce_scalars(self.step._has_pending_samples)[0]
-        if self.fast_dev_run or not carried:
-            raise BatchError(
-                f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
-                f"epoch {self._epoch + 1}, and tail={self.step.tail!r}. Use a smaller samples=, or tail='update' or "
-                "tail='carry'."
-            )
 
     def _validate(self, data: ResumableLoader, validate: Iterable[Any]) -> dict[str, float]:
         batches = self._evaluator.batches(validate)

@@ -65,14 +65,12 @@ class Recheck:
 
     def run(self, microbatch: Any, first: bool, update: int) -> None:
         """Recheck the first microbatch of a window, if due. Called for every window."""
-        if ((first and self.every is not False) or self.due(update)) and self._would_consume():
+        is_first_check = first and self.every is not False
+        if not (is_first_check or self.due(update)) or self._would_consume():
             return
-        if first and self.every is not False:
-            total = length(microbatch)
-            subset = cut(microbatch, 0, ALONE) if total is not None and total > ALONE else microbatch
-            self._report(self._compare(subset, microbatch, first, update), subset)
-        elif self.due(update):
-            self._report(self._compare(microbatch, microbatch, first, update), microbatch)
+        is_large = (length(microbatch) or 0) > ALONE
+        subset = cut(microbatch, 0, ALONE) if is_first_check and is_large else microbatch
+        self._report(self._compare(subset, microbatch, first, update), subset)
 
     def _would_consume(self) -> bool:
         """True, with a warning, if the calls of a recheck could consume values of an iterator."""
@@ -113,9 +111,12 @@ class Recheck:
     def _report(self, difference: str | None, microbatch: Any) -> None:
         if difference is None:
             return
-        cause = self._broadcast(microbatch)
-        if cause is not None:
-            raise LossesError(f"{difference}. {cause}")
+        # An operation that combines shapes (B, 1) and (B,), as of prediction and target, is the likely cause.
+        total = length(microbatch) or 0
+        with self._temporary_eval_mode(), Broadcasts(total) as broadcasts:
+            self._losses(microbatch)
+        if broadcasts.operation is not None:
+            raise LossesError(f"{difference}. {broadcast_cause(broadcasts.operation, total)}")
         if self.evaluator.interacting == "allow":
             return
         difference += self._possible_constants(microbatch)
@@ -173,7 +174,13 @@ class Recheck:
                 f"the loss function returns one loss for a batch of {length(microbatch)} rows, so that the batch "
                 "counts as one sample. If it is a mean over the batch, return one loss per sample: reduction='none'."
             )
-        _check_untracked(self.evaluator.trained.untracked_parameters(), reached)
+        # Warn about parameters that the loss reaches and that the optimizer does not have. `reached`: ids of leaves.
+        missed = [name for name, p in self.evaluator.trained.untracked_parameters().items() if id(p) in reached]
+        if missed:
+            warn(
+                f"the loss reaches parameters that the optimizer does not have: {listed(missed)}. They are not "
+                "trained. Add them to the optimizer, or freeze them with requires_grad_(False)."
+            )
         if problem is not None and self.every:
             self._warn(f"the recheck could not compute a sample alone in eval mode: {problem}")
         return difference
@@ -310,15 +317,6 @@ class Recheck:
         dtypes = {p.dtype for module in self.evaluator.modules for p in module.parameters()} & HALF
         return 3 * max(torch.finfo(dtype).eps for dtype in (cast or losses.dtype, *dtypes)) ** 0.5
 
-    def _broadcast(self, microbatch: Any) -> str | None:
-        """Description of an operation that combines shapes (B, 1) and (B,), as of prediction and target; None if there
-        is none.
-        """
-        total = length(microbatch)
-        with self._temporary_eval_mode(), Broadcasts(total or 0) as broadcasts:
-            self._losses(microbatch)
-        return None if broadcasts.operation is None else broadcast_cause(broadcasts.operation, total or 0)
-
 
 class Broadcasts(TorchFunctionMode):
     """Records the first torch function that gets tensors of shapes (B, 1) and (B,)."""
@@ -333,16 +331,6 @@ class Broadcasts(TorchFunctionMode):
         if {(self.samples, 1), (self.samples,)} <= shapes and self.operation is None:
             self.operation = getattr(func, "__name__", str(func))
         return func(*args, **(kwargs or {}))
-
-
-def _check_untracked(untracked: dict[str, Tensor], reached: set[int]) -> None:
-    """Warn about parameters that the loss reaches and that the optimizer does not have. `reached`: ids of leaves."""
-    missed = [name for name, p in untracked.items() if id(p) in reached]
-    if missed:
-        warn(
-            f"the loss reaches parameters that the optimizer does not have: {listed(missed)}. They are not trained. "
-            "Add them to the optimizer, or freeze them with requires_grad_(False)."
-        )
 
 
 def _leaves(losses: Tensor) -> set[int]:
