@@ -16,6 +16,7 @@ KEYWORDS = {
     "tutorials/preferences": "DPO, direct preference optimization, RLHF, preference data, reward model, TRL",
     "tutorials/one-sample": "one sample at a time, online learning, single sample, batch size 1, streaming, stream, "
     "incremental learning, continual learning, stochastic gradient descent",
+    "tutorials/gpu-report": "GPU, CUDA, ROCm, Colab, Kaggle, free GPU, notebook, T4, benchmark",
     "tutorials/users": "federated, user-level, per-user, group, personalization, class imbalance",
     "concepts": "how it works, per-example gradient, ghost clipping, ghost norm, autograd graph, Jacobian",
     "guarantees": "correctness, tests, exact",
@@ -61,6 +62,7 @@ KEYWORDS = {
     "terminationGracePeriodSeconds, multi-node, HPC, S3, object store",
     "distributed": "DDP, FSDP, multi-GPU, torchrun, data parallel, NCCL, gloo",
     "accelerators": "GPU, CUDA, MPS, TPU, XPU, host sync",
+    "gpu": "GPU, CUDA, ROCm, benchmark, NVIDIA, AMD, A100, H100, T4, tested hardware, TF32, speed on GPU",
     "command-line": "CLI, terminal, doctor, recipe",
     "extending": "custom layer, custom operation, custom transform, plugin",
     "examples": "scripts, sample code, notebook",

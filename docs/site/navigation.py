@@ -13,6 +13,7 @@ NAVIGATION = {
         "tutorials/preferences",
         "tutorials/one-sample",
         "tutorials/users",
+        "tutorials/gpu-report",
     ],
     "Concepts": ["concepts", "pictures", "guarantees"],
     "How-to": [
@@ -40,6 +41,7 @@ NAVIGATION = {
         "distributed",
         "clusters",
         "accelerators",
+        "gpu",
         "command-line",
         "extending",
         "examples",

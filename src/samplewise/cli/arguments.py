@@ -58,11 +58,15 @@ def device_named(name: str) -> torch.device:
     """The device for the value of --device; raises typer.BadParameter if torch cannot use it."""
     import torch
 
+    from samplewise.core.memory import device_function
     from samplewise.parallel.launch import resolve_device
 
     try:
         device = resolve_device(name)
         torch.empty(0, device=device)
+        choose = None if device.index is None else device_function(device, "set_device")
+        if choose is not None:
+            choose(device)  # for functions that refer to the current device
     except (RuntimeError, AssertionError) as why:  # AssertionError: torch was built without this backend
         reason = str(why).strip().splitlines()[0]
         raise typer.BadParameter(
