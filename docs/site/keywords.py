@@ -42,7 +42,7 @@ KEYWORDS = {
     "transforms": "gradient clipping, per-sample clipping, sample weights, reweighting, importance weighting, "
     "class imbalance, imbalanced data, class weights, hard example mining, focal loss, noisy labels",
     "trainer": "fit, callbacks, checkpoint, early stopping, validation, progress bar, notebook, Jupyter, Catalyst, "
-    "Ignite, training loop",
+    "Ignite, training loop, S3, GCS, object storage, cloud storage, fsspec, upload",
     "integrations": "Hugging Face, transformers Trainer, TRL, peft, Lightning, PyTorch Lightning, Accelerate, Fabric, "
     "Keras, TensorFlow, JAX, GradientTape, custom training loop",
     "privacy": "DP-SGD, differential privacy, epsilon, delta, Renyi, accountant, Poisson sampling, Opacus",
@@ -58,6 +58,8 @@ KEYWORDS = {
     "Parquet, pandas",
     "report": "HTML report, dashboard, visualization, plots, wandb, TensorBoard",
     "compile": "torch.compile, speed, fast small networks, overhead, tabular data, online learning",
+    "clusters": "SLURM, sbatch, srun, Kubernetes, k8s, preemption, preemptible, spot instances, SIGTERM, requeue, "
+    "terminationGracePeriodSeconds, multi-node, HPC, S3, object store",
     "distributed": "DDP, FSDP, multi-GPU, torchrun, data parallel, NCCL, gloo",
     "accelerators": "GPU, CUDA, MPS, TPU, XPU, host sync",
     "gpu": "GPU, CUDA, ROCm, benchmark, NVIDIA, AMD, A100, H100, T4, tested hardware, TF32, speed on GPU",

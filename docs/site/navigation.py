@@ -39,6 +39,7 @@ NAVIGATION = {
         "online",
         "export",
         "distributed",
+        "clusters",
         "accelerators",
         "gpu",
         "command-line",

@@ -52,6 +52,7 @@ from samplewise.loop import loggers as loggers
 from samplewise.loop.checkpoint.directory import load_checkpoint as load_checkpoint
 from samplewise.loop.data.importance import ImportanceSampler as ImportanceSampler
 from samplewise.loop.data.sharding import already_sharded as already_sharded
+from samplewise.loop.mirror import download_run as download_run
 from samplewise.loop.stopping import FitResult as FitResult
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.online.online import Online as Online

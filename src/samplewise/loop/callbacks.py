@@ -1,4 +1,4 @@
-"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor, SetLR, MaxTime, Quarantine and LayerGradNorms."""
+"""Built-in callbacks: EarlyStopping, ModelCheckpoint, Upload, LRMonitor, SetLR, MaxTime, Quarantine, LayerGradNorms."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from samplewise.ledger.previews import MAX_PREVIEWS, indexed_items, preview
 from samplewise.loop.checkpoint.encoding import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.io import remove_checkpoint
 from samplewise.loop.checkpoint.state import savable
+from samplewise.loop.mirror import Mirror
 from samplewise.loop.quarantine import dropped_samples, finite_json
 from samplewise.loop.run_dir import Log
 from samplewise.loop.stopping import interval
@@ -185,6 +186,36 @@ class ModelCheckpoint:
         is_same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
         self._values = state["values"] if is_same else []
         self._names = state["names"] if is_same else []
+
+
+class Upload:
+    """Copy the run directory to an object store after each checkpoint and at the end of `fit`, and from there to an
+    empty run directory when `fit` resumes: a job that is preempted continues on another machine, bit for bit.
+
+        upload = sw.callbacks.Upload("s3://bucket/runs/digits")
+        sw.Trainer(step, "runs/digits", [upload], exists="resume").fit(loader, epochs=10)
+
+    url: directory of the run in the store, of any protocol of fsspec: "s3://..." needs s3fs (the extra `remote`),
+    "gs://..." gcsfs, "az://..." adlfs.
+    options: of the file system of fsspec, such as `key` and `endpoint_url` of s3fs.
+
+    Files keep their names, and all files of the run directory are copied, except hidden ones and locks. Of two runs,
+    the local one and that in the store, the one with the newer checkpoint is resumed. If the store fails while the
+    training runs, there is a CheckpointWarning, and the next checkpoint is uploaded with all that is missing; when
+    `fit` starts or ends, it is a CheckpointError.
+    """
+
+    def __init__(self, url: str, **options: Any):
+        self.url = url
+        self._options = options
+        self._mirror()  # raises errors of the arguments
+
+    def _mirror(self) -> Mirror:
+        return Mirror(self.url, self._options)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.run is None and not trainer.fast_dev_run:
+            raise CheckpointError("Upload needs a run directory; found none. Use Trainer(..., run='runs/name').")
 
 
 class LRMonitor:
