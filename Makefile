@@ -113,8 +113,8 @@ $(AUDIT)/.installed: benchmarks/audit-requirements.txt constraints.txt pyproject
 	@$(AUDIT)/$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps fastai==2.8.12 mosaicml==0.32.1
 	@touch $@
 
-# The other pins stay. torchao, which executorch requires and transformers imports if it is there, needs torch 2.10:
-# without it, everything else works with torch 2.8 and newer, except that .pte files need the torch of their executorch.
+# The other pins stay: they work with torch 2.8 and newer, except executorch and torchao, which fail with torch 2.8.
+# executorch requires torchao, and transformers imports it if it is installed.
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	@$(if $(TORCH),,echo 'TORCH must be a version of torch; found none. Use for example: make test-torch TORCH=2.8.0'; exit 2)
 	@echo 'installing samplewise, the development tools and torch $(TORCH) into $(TORCH_VENV)'
