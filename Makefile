@@ -52,6 +52,7 @@ help:
 	@echo 'make test-transformers'
 	@echo '                 run the tests of Hugging Face with another version of transformers, for example TRANSFORMERS=4.57.6'
 	@echo 'make lint        run ruff, mypy and import-linter'
+	@echo 'make lock        write lock.txt: the newest versions of all packages for development that constraints.txt allows'
 	@echo 'make api         record the public names and signatures in tests/public_api.txt'
 	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
@@ -81,9 +82,9 @@ $(VENV)/pyvenv.cfg:
 	@echo 'creating the virtual environment $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 
-$(DEV): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+$(DEV): pyproject.toml constraints.txt lock.txt | $(VENV)/pyvenv.cfg
 	@echo 'installing samplewise and the development tools into $(VENV)'
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -c lock.txt -e '.[dev]'
 	@touch $@
 
 $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
@@ -129,13 +130,15 @@ $(EVIDENCE)/.installed: benchmarks/evidence/requirements.txt constraints.txt pyp
 		backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1 laplace-torch==0.3
 	@touch $@
 
-# The other pins stay: all of them work with torch 2.8 and newer.
+# The other pins stay: they work with torch 2.8 and newer, except executorch and torchao, which fail with torch 2.8.
+# executorch requires torchao, and transformers imports it if it is installed.
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	@$(if $(TORCH),,echo 'TORCH must be a version of torch; found none. Use for example: make test-torch TORCH=2.8.0'; exit 2)
 	@echo 'installing samplewise, the development tools and torch $(TORCH) into $(TORCH_VENV)'
 	@$(PYTHON) -m venv $(TORCH_VENV)
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
 	@$(TORCH_VENV)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	@$(TORCH_VENV)/$(BIN)/python -c 'import torchao' 2> /dev/null || $(TORCH_VENV)/$(BIN)/python -m pip uninstall -qq -y torchao
 	@touch $@
 
 $(TRANSFORMERS_VENV)/.installed: pyproject.toml constraints.txt
@@ -187,7 +190,16 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-.PHONY: api dist
+.PHONY: api dist lock
+
+# A new environment, so that packages of earlier versions and of the comparison are not listed.
+lock:
+	@rm -rf build/lock
+	@$(PYTHON) -m venv build/lock
+	@build/lock/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo '# All packages of the development environment, made by `make lock`. constraints.txt has the reasons.' > lock.txt
+	@build/lock/$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//' >> lock.txt
+	@rm -rf build/lock
 
 api: $(DEV)
 	@$(PY) tests/public_api.py
