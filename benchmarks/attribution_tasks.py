@@ -204,6 +204,7 @@ TASKS = {
             queries=200,
             models=10,
             refined_queries=20,
+            subsets=40,
             runs=1,
             removals=16,
             words={"letters": letters, "pairs of letters": pairs},
