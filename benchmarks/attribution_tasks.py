@@ -189,7 +189,9 @@ TASKS = {
             samples=2000,
             queries=200,
             models=10,
+            runs=3,
             refined_queries=20,
+            removals=16,
         ),
         Task(
             "transformer",
@@ -204,7 +206,7 @@ TASKS = {
             queries=200,
             models=10,
             refined_queries=20,
-            subsets=40,
+            subsets=32,
             runs=1,
             removals=16,
             words={"letters": letters, "pairs of letters": pairs},
