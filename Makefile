@@ -18,7 +18,7 @@ BENCH   := $(VENV)/.installed-bench
 SITE    := $(VENV)/.installed-site
 # TensorFlow, JAX and TRL have many dependencies of their own, hence a separate environment.
 FRAMEWORKS := .venv-integrations
-# Libraries of attribution: captum and kronfluence have many dependencies, too.
+# Libraries of attribution: bergson, captum and kronfluence have many dependencies, too.
 ATTRIBUTION := .venv-attribution
 # Trainers for `make audit-trainers`, in the newest versions and with the last transformers 4.
 AUDIT := .venv-audit
@@ -60,7 +60,7 @@ help:
 	@echo 'make bench QUICK=1'
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
-	@echo 'make attribution make the tables of docs/attribution-measurements.md, and compare with traker, dattri, kronfluence and captum'
+	@echo 'make attribution make the tables of docs/attribution-measurements.md, beside bergson, traker, dattri, kronfluence and captum'
 	@echo '                 (an hour at first; continues where it stopped)'
 	@echo 'make audit-trainers'
 	@echo '                 make the table of docs/audit.md: trainers of other libraries, audited with sw.audit (15 minutes;'
@@ -105,11 +105,14 @@ $(FRAMEWORKS)/.installed: tests/integrations/requirements.txt constraints.txt py
 		-r tests/integrations/requirements.txt -e '.[dev]'
 	@touch $@
 
+# bergson and kronfluence require torchvision and torchaudio and use neither. The wheels of PyPI do not load beside a
+# build of torch without CUDA, and transformers, which bergson imports, fails if they are there and do not load.
 $(ATTRIBUTION)/.installed: benchmarks/attribution-requirements.txt constraints.txt pyproject.toml
 	@echo 'installing samplewise and other attribution libraries into $(ATTRIBUTION)'
 	@$(PYTHON) -m venv $(ATTRIBUTION)
 	@$(ATTRIBUTION)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-r benchmarks/attribution-requirements.txt -e '.[train]'
+	@$(ATTRIBUTION)/$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio
 	@touch $@
 
 # fastai and Composer require versions of torch or torchvision that are not installed.
@@ -221,8 +224,8 @@ comparison: $(BENCH)
 	@$(PY) benchmarks/loops.py
 
 # The tests that are skipped without the other libraries are those whose name begins with test_equals.
-attribution: $(DEV) $(ATTRIBUTION)/.installed
-	@$(PY) benchmarks/attribution.py --write docs/attribution-measurements.md
+attribution: $(ATTRIBUTION)/.installed
+	@$(ATTRIBUTION)/$(BIN)/python benchmarks/attribution.py --write docs/attribution-measurements.md
 	@$(ATTRIBUTION)/$(BIN)/python -m pytest -q -m '' -k equals $(shell grep -l importorskip tests/attribution/*.py)
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/attribution_trak_peers.py
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/attribution_peers.py

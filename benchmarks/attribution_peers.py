@@ -1,5 +1,7 @@
 """Influence scores beside those of kronfluence and captum: differences, and seconds in the same run.
 
+`of_kronfluence`, `of_dattri` and `of_bergson` are also the rows of other libraries in the tables of attribution.py.
+
     pip install kronfluence==1.0.1 captum==0.9.0             # into an environment of their own, with torch 2.13.0
     python benchmarks/attribution_peers.py                   # both
     python benchmarks/attribution_peers.py kronfluence --train 5000 --queries 500 --rounds 3
@@ -15,17 +17,19 @@ import copy
 import sys
 import tempfile
 import time
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from attribution_tasks import LENGTH, LETTERS, TASKS, LanguageModel, letters
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, Subset, default_collate
 
 import samplewise as sw
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from fashion_mnist import load
+from samplewise.attribution.projected_features import outputs_and_weights
 
 BATCH = 500
 
@@ -38,8 +42,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train, queries = data("train", options.train), data("t10k", options.queries)
-    model, checkpoints = trained(train)
+    task = replace(TASKS["mlp"], samples=options.train, queries=options.queries)
+    train, queries = task.data()
+    model, checkpoints = trained(task, train)
     failures = []
     if "kronfluence" in options.peers:
         failures += beside_kronfluence(model, train, queries, options.rounds)
@@ -50,28 +55,23 @@ def main():
         sys.exit("\n".join(failures))
 
 
-def data(part, samples):
-    x, y = load(part)
-    return TensorDataset(x[:samples].flatten(1), y[:samples])
-
-
-def trained(train, epochs=5):
+def trained(task, train, epochs=5):
     """The model after training, and (state_dict, lr) after each epoch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    checkpoints = []
+    step, checkpoints = task.make_step(), []
     for _ in range(epochs):
-        for x, y in DataLoader(train, 64, shuffle=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        checkpoints.append((copy.deepcopy(model.state_dict()), 0.01))
-    return model, checkpoints
+        step.run(DataLoader(train, task.batch_size, shuffle=True))
+        checkpoints.append((copy.deepcopy(step.model.state_dict()), task.lr))
+    return step.model, checkpoints
 
 
 def losses(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def cross_entropy(logits, labels):
+    """Losses (b,), means over the tokens of a sample if there are any."""
+    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none").view(len(labels), -1).mean(1)
 
 
 # --- kronfluence ---------------------------------------------------------------------------------------------------
@@ -79,10 +79,11 @@ def losses(model, batch):
 
 def beside_kronfluence(model, train, queries, rounds):
     ours, theirs = [], []
-    for _ in range(rounds):  # alternating, because the machine is shared
-        theirs.append(of_kronfluence(model, train, queries, "ekfac"))
-        ours.append(of_samplewise(model, train, queries))
-    identity = of_kronfluence(model, train, queries, "identity")[0]
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(rounds):  # alternating, because the machine is shared
+            theirs.append(of_kronfluence(model, train, queries, "ekfac", directory, empirical=True))
+            ours.append(of_samplewise(model, train, queries))
+        identity = of_kronfluence(model, train, queries, "identity", directory, empirical=True)[0]
     products = sw.influence(model, losses, DataLoader(train, BATCH), DataLoader(queries, BATCH))
     difference = relative_difference(products, identity)
     correlation = torch.corrcoef(torch.stack([ours[0][0].flatten(), theirs[0][0].flatten()]))[0, 1].item()
@@ -109,39 +110,143 @@ def of_samplewise(model, train, queries):
     return scores, fitted - start, time.perf_counter() - fitted
 
 
-def of_kronfluence(model, train, queries, strategy):
-    """Scores (queries, training samples), seconds of the fit, seconds of the scores."""
+def of_kronfluence(model, train, queries, strategy, directory, empirical=False):
+    """Scores (queries, training samples), seconds of the fit, seconds of the scores. Damping is that of samplewise."""
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
 
-    class Classification(Task):
+    class Prediction(Task):
         def compute_train_loss(self, batch, model, sample=False):
-            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+            logits = model(batch[0])
+            labels = torch.distributions.Categorical(logits=logits.detach()).sample() if sample else batch[1]
+            return cross_entropy(logits, labels).sum()
 
         def compute_measurement(self, batch, model):
             return self.compute_train_loss(batch, model)
 
-    task = Classification()
-    with tempfile.TemporaryDirectory() as directory:
-        prepared = prepare_model(copy.deepcopy(model), task)
-        analyzer = Analyzer("mlp", prepared, task, cpu=True, disable_tqdm=True, output_dir=directory)
-        start = time.perf_counter()
-        arguments = FactorArguments(strategy=strategy, use_empirical_fisher=True)
-        analyzer.fit_all_factors("factors", train, per_device_batch_size=BATCH, factor_args=arguments)
-        fitted = time.perf_counter()
-        analyzer.compute_pairwise_scores(
-            "scores",
-            "factors",
-            queries,
-            train,
-            per_device_query_batch_size=BATCH,
-            per_device_train_batch_size=BATCH,
-            score_args=ScoreArguments(damping_factor=None),
-        )
-        end = time.perf_counter()
-        scores = analyzer.load_pairwise_scores("scores")["all_modules"]
-    return scores, fitted - start, end - fitted
+    task = Prediction()
+    prepared = prepare_model(copy.deepcopy(model), task)
+    analyzer = Analyzer("model", prepared, task, cpu=True, disable_tqdm=True, output_dir=str(directory))
+    start = time.perf_counter()
+    arguments = FactorArguments(strategy=strategy, use_empirical_fisher=empirical)
+    options = {"per_device_batch_size": BATCH, "factor_args": arguments, "overwrite_output_dir": True}
+    analyzer.fit_all_factors("factors", train, **options)
+    fitted = time.perf_counter()
+    analyzer.compute_pairwise_scores(
+        "scores",
+        "factors",
+        queries,
+        train,
+        per_device_query_batch_size=BATCH,
+        per_device_train_batch_size=BATCH,
+        score_args=ScoreArguments(damping_factor=None),  # 0.1 times the mean eigenvalue
+        overwrite_output_dir=True,
+    )
+    end = time.perf_counter()
+    return analyzer.load_pairwise_scores("scores")["all_modules"], fitted - start, end - fitted
+
+
+# --- dattri --------------------------------------------------------------------------------------------------------
+
+
+def of_dattri(model, states, output_fn, train, queries, dim):
+    """TRAK scores (queries, training samples) of models with these states, without damping, which is its default."""
+    from dattri.algorithm import TRAKAttributor
+    from dattri.task import AttributionTask
+
+    def outputs(parameters, sample):
+        net = partial(functional_call, model, parameters)
+        return outputs_and_weights(output_fn(net, tuple(column[None] for column in sample)))
+
+    def output(parameters, sample):
+        return outputs(parameters, sample)[0].squeeze()
+
+    def probability(parameters, sample):
+        return 1 - outputs(parameters, sample)[1].squeeze()
+
+    task = AttributionTask(output, model, states)
+    attributor = TRAKAttributor(task, probability, {"proj_dim": dim})
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no batching rule
+        attributor.cache(DataLoader(train, BATCH))
+        with torch.no_grad():
+            return attributor.attribute(DataLoader(queries, BATCH)).T.contiguous()
+
+
+# --- bergson -------------------------------------------------------------------------------------------------------
+
+
+def of_bergson(model, train, queries, directory):
+    """EK-FAC scores (queries, training samples) of the language model, with the settings of bergson."""
+    from bergson.config.config import (
+        DataConfig,
+        HessianConfig,
+        HessianPipelineConfig,
+        IndexConfig,
+        PreprocessConfig,
+        QuerySetConfig,
+        ScoreConfig,
+    )
+    from bergson.data import load_scores
+    from bergson.hessians.pipeline import hessian_pipeline
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    save_for_transformers(model, directory / "model")
+    vocabulary = {str(letter): letter for letter in range(LETTERS)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory / "model")
+    for name, sequences in (("train", train), ("queries", queries)):
+        Dataset.from_dict({"input_ids": letters(sequences).tolist()}).save_to_disk(directory / name)
+    hessian_pipeline(
+        IndexConfig(
+            run_path=str(directory / "run"),
+            model=str(directory / "model"),
+            data=DataConfig(dataset=str(directory / "train")),
+            overwrite=True,
+        ),
+        HessianConfig(method="kfac", ev_correction=True),
+        ScoreConfig(),
+        PreprocessConfig(),
+        HessianPipelineConfig(query=QuerySetConfig(dataset=str(directory / "queries"))),
+    )
+    return torch.from_numpy(load_scores(directory / "run/scores")[:].T.copy())
+
+
+def save_for_transformers(model, directory):
+    """Save the language model as one that AutoModelForCausalLM of transformers loads in this process."""
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class LettersConfig(PreTrainedConfig):
+        model_type = "letters"
+
+    class Letters(PreTrainedModel):
+        config_class = LettersConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = LanguageModel()
+            self.model.positions = nn.Embedding(
+                LENGTH + 1, self.model.positions.embedding_dim
+            )  # also of the last letter
+            self.post_init()
+
+        def get_input_embeddings(self):
+            return self.model.letters
+
+        def forward(self, input_ids, **_):
+            return CausalLMOutput(logits=self.model(input_ids))
+
+    AutoConfig.register("letters", LettersConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LettersConfig, Letters, exist_ok=True)
+    copied = Letters(LettersConfig())
+    state = dict(model.state_dict())
+    state["positions.weight"] = F.pad(state["positions.weight"], (0, 0, 0, 1))
+    copied.model.load_state_dict(state)
+    copied.save_pretrained(directory)
 
 
 # --- captum --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 lr            logistic regression on Fashion-MNIST, 5,000 training samples and 500 queries
 mlp           MLP 784-128-64-10 on the same data
+cnn           CNN with two convolutions and 7,018 parameters on 2,000 of these training samples and 200 queries
 transformer   language model with two layers on sequences of synthetic text by six authors
 """
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -41,11 +42,14 @@ class Task:
     batch_size: int = 64
     samples: int = 5000
     queries: int = 500
-    subsets: int = 100
+    subsets: int = 50
     models: int = 50  # of TRAK
+    runs: int = 5  # on all samples with different seeds
     refined_queries: int = 100  # of conjugate gradients, the first ones
     metagradient_queries: int = 20
-    removals: int = 0  # subsets without 5 % of the samples, in the same order as the run; 0: none
+    removals: int = 24  # subsets without 5 % of the samples, in the same order as the run; 0: none
+    # Words (n, length) of sequences, by name: those of BM25.
+    words: dict[str, Callable[[TensorDataset], Tensor]] = field(default_factory=dict)
 
     def make_step(self, *transforms: object) -> sw.Step:
         model = self.make_model()
@@ -57,7 +61,8 @@ class Task:
     def small(self) -> "Task":
         """The same task in seconds, to test the benchmark."""
         queries = {"queries": 24, "refined_queries": 12, "metagradient_queries": 4}
-        return replace(self, epochs=3, samples=240, subsets=8, models=3, removals=min(4, self.removals), **queries)
+        repeats = {"runs": min(2, self.runs), "removals": min(4, self.removals)}
+        return replace(self, epochs=3, samples=240, subsets=8, models=3, **repeats, **queries)
 
 
 def pictures(samples: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
@@ -85,6 +90,18 @@ def text(samples: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
         return TensorDataset(torch.stack(letters[:-1], 1), torch.stack(letters[1:], 1))
 
     return write(samples), write(queries)
+
+
+def letters(sequences: TensorDataset) -> Tensor:
+    """Letters (n, LENGTH + 1) of each sequence."""
+    first, following = sequences.tensors
+    return torch.cat([first, following[:, -1:]], 1)
+
+
+def pairs(sequences: TensorDataset) -> Tensor:
+    """Numbers (n, LENGTH) of the pairs of neighboring letters, which are what the authors differ in."""
+    first, following = sequences.tensors
+    return LETTERS * first + following
 
 
 class Block(nn.Module):
@@ -138,6 +155,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
+def cnn() -> nn.Module:
+    convolutions = nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()
+    return nn.Sequential(nn.Unflatten(1, (1, 28, 28)), *convolutions, nn.Flatten(), nn.Linear(576, 10))
+
+
 def logistic_regression() -> nn.Module:
     return nn.Linear(784, 10)
 
@@ -153,8 +175,24 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 TASKS = {
     task.name: task
     for task in (
-        Task("lr", logistic_regression, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01),
-        Task("mlp", mlp, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01, removals=24),
+        Task("lr", logistic_regression, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01, runs=1, removals=0),
+        Task("mlp", mlp, pictures, sgd, nn.CrossEntropyLoss(), margin, lr=0.01),
+        Task(
+            "cnn",
+            cnn,
+            pictures,
+            sgd,
+            nn.CrossEntropyLoss(),
+            margin,
+            lr=0.01,
+            epochs=30,
+            samples=2000,
+            queries=200,
+            models=10,
+            runs=3,
+            refined_queries=20,
+            removals=16,
+        ),
         Task(
             "transformer",
             LanguageModel,
@@ -166,7 +204,12 @@ TASKS = {
             epochs=20,
             samples=2000,
             queries=200,
-            models=20,
+            models=10,
+            refined_queries=20,
+            subsets=32,
+            runs=1,
+            removals=16,
+            words={"letters": letters, "pairs of letters": pairs},
         ),
     )
 }
