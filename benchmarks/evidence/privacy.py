@@ -150,11 +150,12 @@ EPSILON_SEEDS = 5
 
 
 class Runs:
-    """Recorded training runs, with at most `seeds` seeds for each row of a table."""
+    """Training runs, with at most `seeds` seeds for each row of a table. `recorded`: no new ones are made."""
 
-    def __init__(self, record: Record, seeds: int):
+    def __init__(self, record: Record, seeds: int, recorded: bool):
         self.record = record
         self.seeds = seeds
+        self.recorded = recorded
         self.pixels = cache(fashion)
         self.coefficients = cache(lambda: features(record.path.with_name("scattering.pt")))
 
@@ -164,10 +165,10 @@ class Runs:
         """One run per seed, with its values and CPU seconds."""
         keys = [f"{name}, seed {seed}" for seed in range(min(seeds, self.seeds))]
         for seed, key in enumerate(keys):
-            if key not in self.record.runs:  # load the data before the clock of the run starts
+            if key not in self.record.runs and not self.recorded:  # load the data before the clock of the run starts
                 data = self.coefficients() if name.startswith("ScatterNet") else self.pixels()
                 self.record.run(key, partial(run, make_model, settings, data, seed))
-        return [self.record.runs[key] for key in keys]
+        return [self.record.runs[key] for key in keys if key in self.record.runs]
 
 
 def run(make_model: Callable[[], nn.Module], settings: Settings, data: tuple[Samples, Samples], seed: int) -> Values:
@@ -189,6 +190,8 @@ def run(make_model: Callable[[], nn.Module], settings: Settings, data: tuple[Sam
 
 def cells(runs: list[Values]) -> list[str]:
     """Accuracies in %, their mean and deviation, epsilon, and CPU seconds of a run."""
+    if not runs:
+        return ["not run yet", "", "", ""]
     values = [run["values"] for run in runs]
     accuracies = [value["accuracy"] for value in values]
     deviation = f" ± {stdev(accuracies):.2f}" if len(runs) > 1 else ""
@@ -219,7 +222,7 @@ def activations(runs: Runs) -> Table:
         return runs.make(f"CNN with ReLU, learning rate {rate}", model, settings, seeds)
 
     tanh = runs.make("CNN", published_cnn, FASHION)
-    best = max(RELU_RATES, key=lambda rate: relu(rate, 1)[0]["values"]["accuracy"])
+    best = max(RELU_RATES, key=lambda rate: max((run["values"]["accuracy"] for run in relu(rate, 1)), default=0))
     rows = [["activation", "learning rate", "published", *HEADER]]
     for rate in RELU_RATES:
         published, seeds = ("81.9", SEEDS) if rate == best else ("", 1)
@@ -257,13 +260,14 @@ def main() -> None:
     arguments = parser(__doc__, "privacy")
     arguments.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES), help="tables; default: all")
     arguments.add_argument("--seeds", type=int, default=EPSILON_SEEDS, help="largest number per row; default: all")
+    arguments.add_argument("--recorded", action="store_true", help="show the recorded runs, and make no new ones")
     arguments.add_argument("--kymatio", action="store_true", help="compare the scattering transform with kymatio's")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     if options.kymatio:
         print(kymatio_difference())
         return
-    runs = Runs(Record(options.results), options.seeds)
+    runs = Runs(Record(options.results), options.seeds, options.recorded)
     for name in options.only:
         show(TABLES[name](runs), options.write)
 
