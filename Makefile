@@ -60,8 +60,8 @@ help:
 	@echo '                 continues where it stopped)'
 	@echo 'make batch-size  make the tables and the picture of docs/batch-size.md (TEXT=file of the character model; 20'
 	@echo '                 minutes; continues where it stopped)'
-	@echo 'make docs        generate docs/reference.md from the docstrings, notebooks of tutorials, and pictures whose'
-	@echo '                 script is newer'
+	@echo 'make docs        generate docs/reference.md from the docstrings, docs/gpu.md from reports, notebooks of'
+	@echo '                 tutorials, and pictures whose script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
 	@echo 'make migration   run the code of the migration pages against both libraries, and measure one number each'
 	@echo 'make clean       remove the virtual environments and all caches'
@@ -208,6 +208,7 @@ batch-size: $(DEV)
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 	@$(PY) docs/notebook.py
+	@$(PY) docs/gpu.py
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py

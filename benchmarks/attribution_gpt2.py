@@ -1,6 +1,6 @@
 """EK-FAC of GPT-2 small (random weights): CPU seconds and memory of the fit, `save` and `load`.
 
-    python benchmarks/attribution_gpt2.py [samples] [labels]
+    python benchmarks/attribution_gpt2.py [samples] [labels] [layers]
 
 Samples have 64 tokens. CPU time on one thread, because it does not depend on other processes. Peaks are those of the
 resident memory of the process, sampled every 20 ms, above the memory before the stage.
@@ -58,17 +58,17 @@ def timed(totals, name, function):
     return run
 
 
-def main(samples=8, labels="expected"):
+def main(samples=8, labels="expected", layers=12):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = transformers.GPT2Config()
+    config = transformers.GPT2Config(n_layer=int(layers))
     model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.randint(0, config.vocab_size, (int(samples), TOKENS))
     loader = [{"input_ids": ids, "labels": ids}]
     totals = {}
     torch.linalg.eigh = timed(totals, "eigendecompositions", torch.linalg.eigh)
     with measured("fit"):
-        curvature = sw.ekfac(model, ModelLoss(), loader, labels=labels)
+        curvature = sw.ekfac(model, ModelLoss(), loader, labels=labels, microbatch=None)
     for name, seconds in totals.items():
         print(f"  {name:18} {seconds:6.1f} s")
     print(curvature)

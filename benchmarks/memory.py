@@ -3,15 +3,11 @@
 python memory.py WORKLOAD CONTENDER JOB THREADS prints bytes as JSON. Linux only.
 """
 
-import ctypes
-import gc
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import isolated
 
@@ -38,29 +34,17 @@ def peak_of_job(workload: str, contender: str, job: str, threads: int) -> int:
 
 def peak_above_start(call: Callable[[], object]) -> int:
     """Peak resident memory in bytes during calls, minus the resident memory before them."""
-    release_free_memory()
-    start = resident("VmRSS")
-    forget_peak()
-    for _ in range(CALLS):
-        call()
-    return resident("VmHWM") - start
+    import torch
 
+    from samplewise.core.memory import peak_bytes
 
-def release_free_memory() -> None:
-    """Return free memory to the system; free but resident memory would hide the memory of the job."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
 
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident(field: str) -> int:
-    """VmRSS (current) or VmHWM (peak). Not getrusage's ru_maxrss, which inherits the parent's peak through exec."""
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
+    peak = peak_bytes(calls, torch.device("cpu"))
+    assert peak is not None, "peak memory is measured on Linux only"
+    return peak
 
 
 if __name__ == "__main__":

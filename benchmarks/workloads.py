@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samplewise.bench.networks import LanguageModel, Transformer
+
 VOCABULARY = 8000
 CLASSES = 10
 
@@ -47,48 +49,6 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------- models
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, causal: bool):
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int, branch: nn.Module):
-        super().__init__()
-        self.norm, self.branch = nn.LayerNorm(width), branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(self.norm(x))
-
-
-def feed_forward(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-
-class Transformer(nn.Module):
-    def __init__(self, length: int, causal: bool, width: int = 256, layers: int = 4, heads: int = 4):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(length, width)
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)  # the default of 1 makes a tied head's logits explode
-        blocks = [[Attention(width, heads, causal), feed_forward(width)] for _ in range(layers)]
-        self.blocks = nn.Sequential(*[Residual(width, branch) for block in blocks for branch in block])
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
-        return self.norm(self.blocks(self.tokens(tokens) + self.positions(positions)))
-
-
 class Classifier(nn.Module):
     def __init__(self, body: Transformer, width: int = 256):
         super().__init__()
@@ -96,16 +56,6 @@ class Classifier(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.body(tokens).mean(1))
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, body: Transformer, width: int = 256):
-        super().__init__()
-        self.body, self.head = body, nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = body.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.body(tokens))
 
 
 class Recurrent(nn.Module):
@@ -150,12 +100,12 @@ def cnn() -> Workload:
 
 
 def encoder() -> Workload:
-    model = Classifier(Transformer(length=64, causal=False))
+    model = Classifier(Transformer(VOCABULARY, length=64, causal=False))
     return Workload("encoder", model, tokens(32, 64), labels(32), classification, clip=55.0)
 
 
 def lm() -> Workload:
-    model = LanguageModel(Transformer(length=128, causal=True))
+    model = LanguageModel(Transformer(VOCABULARY, length=128, causal=True))
     return Workload("lm", model, tokens(8, 128), tokens(8, 128), next_token, clip=3.0)
 
 

@@ -64,7 +64,15 @@ SECTIONS = {
         "dynamics",
     ],
     "Attribution": ["influence", "ekfac", "metagradient", "trak", *(f"attribution.{name}" for name in ATTRIBUTION)],
-    "Trainer": ["Trainer", "FitResult", "load_checkpoint", "already_sharded", "parallel.join", "parallel.fsdp"],
+    "Trainer": [
+        "Trainer",
+        "FitResult",
+        "load_checkpoint",
+        "download_run",
+        "already_sharded",
+        "parallel.join",
+        "parallel.fsdp",
+    ],
     "Ledger": ["Ledger", "Indexed", "read_ledger", "ImportanceSampler"],
 }
 RESULTS = {

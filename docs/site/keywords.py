@@ -16,6 +16,7 @@ KEYWORDS = {
     "tutorials/preferences": "DPO, direct preference optimization, RLHF, preference data, reward model, TRL",
     "tutorials/one-sample": "one sample at a time, online learning, single sample, batch size 1, streaming, stream, "
     "incremental learning, continual learning, stochastic gradient descent",
+    "tutorials/gpu-report": "GPU, CUDA, ROCm, Colab, Kaggle, free GPU, notebook, T4, benchmark",
     "tutorials/users": "federated, user-level, per-user, group, personalization, class imbalance",
     "concepts": "how it works, per-example gradient, ghost clipping, ghost norm, autograd graph, Jacobian",
     "guarantees": "correctness, tests, exact",
@@ -41,7 +42,7 @@ KEYWORDS = {
     "transforms": "gradient clipping, per-sample clipping, sample weights, reweighting, importance weighting, "
     "class imbalance, imbalanced data, class weights, hard example mining, focal loss, noisy labels",
     "trainer": "fit, callbacks, checkpoint, early stopping, validation, progress bar, notebook, Jupyter, Catalyst, "
-    "Ignite, training loop",
+    "Ignite, training loop, S3, GCS, object storage, cloud storage, fsspec, upload",
     "integrations": "Hugging Face, transformers Trainer, TRL, peft, Lightning, PyTorch Lightning, Accelerate, Fabric, "
     "Keras, TensorFlow, JAX, GradientTape, custom training loop",
     "privacy": "DP-SGD, differential privacy, epsilon, delta, Renyi, accountant, Poisson sampling, Opacus",
@@ -57,8 +58,11 @@ KEYWORDS = {
     "Parquet, pandas",
     "report": "HTML report, dashboard, visualization, plots, wandb, TensorBoard",
     "compile": "torch.compile, speed, fast small networks, overhead, tabular data, online learning",
+    "clusters": "SLURM, sbatch, srun, Kubernetes, k8s, preemption, preemptible, spot instances, SIGTERM, requeue, "
+    "terminationGracePeriodSeconds, multi-node, HPC, S3, object store",
     "distributed": "DDP, FSDP, multi-GPU, torchrun, data parallel, NCCL, gloo",
     "accelerators": "GPU, CUDA, MPS, TPU, XPU, host sync",
+    "gpu": "GPU, CUDA, ROCm, benchmark, NVIDIA, AMD, A100, H100, T4, tested hardware, TF32, speed on GPU",
     "command-line": "CLI, terminal, doctor, recipe",
     "extending": "custom layer, custom operation, custom transform, plugin",
     "examples": "scripts, sample code, notebook",

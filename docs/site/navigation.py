@@ -13,6 +13,7 @@ NAVIGATION = {
         "tutorials/preferences",
         "tutorials/one-sample",
         "tutorials/users",
+        "tutorials/gpu-report",
     ],
     "Concepts": ["concepts", "pictures", "guarantees"],
     "How-to": [
@@ -38,7 +39,9 @@ NAVIGATION = {
         "online",
         "export",
         "distributed",
+        "clusters",
         "accelerators",
+        "gpu",
         "command-line",
         "extending",
         "examples",

@@ -55,6 +55,7 @@ __all__ = [
     "check",
     "clip",
     "diagnostics",
+    "download_run",
     "drop",
     "dynamics",
     "ekfac",

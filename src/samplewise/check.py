@@ -18,7 +18,7 @@ from samplewise.core.losses import LossFn, as_loss_fn, constants_of, note_causes
 from samplewise.core.text import Table, Tabular, listed, plural
 from samplewise.engine.arguments import check_model, wanted_parameters
 from samplewise.engine.gradients import Gradients, gradients
-from samplewise.engine.graph.graph import Edge, Graph
+from samplewise.engine.graph.graph import Edge
 from samplewise.engine.strategies import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
 
@@ -110,7 +110,14 @@ def _compare(losses: Tensor, g: Gradients, model_copy: nn.Module) -> list[Parame
     full = g.full()
     norms = g.norms(by="parameter")
     total = g.sum()
-    tolerances = _tolerances(g._graph)
+    # Tolerance for parameters that the model casts to a lower precision before it uses them, as Keras does.
+    graph = g._graph
+    tolerances = {}
+    for leaf, name in graph.leaves.items():
+        edges = [Edge(user, slot) for user, _ in graph.consumers[leaf] for slot in graph.used_slots(user)]
+        eps = max(torch.finfo(edge.dtype).eps for edge in edges)
+        if eps > torch.finfo(torch.float64).eps:
+            tolerances[name] = eps**0.75
     rows = jacobian_rows(losses, wanted_parameters(model_copy).named)
     noise = torch.finfo(losses.dtype).eps * max(
         (row.abs().max().item() for row in rows.values() if row.numel()), default=0.0
@@ -127,17 +134,6 @@ def _compare(losses: Tensor, g: Gradients, model_copy: nn.Module) -> list[Parame
         tolerance = tolerances.get(name, TOLERANCE)
         checks.append(ParameterCheck(name, tuple(row.shape[1:]), expected.max().item(), errors, tolerance))
     return checks
-
-
-def _tolerances(graph: Graph) -> dict[str, float]:
-    """Tolerance for parameters that the model casts to a lower precision before it uses them, as Keras does."""
-    tolerances = {}
-    for leaf, name in graph.leaves.items():
-        edges = [Edge(user, slot) for user, _ in graph.consumers[leaf] for slot in graph.used_slots(user)]
-        eps = max(torch.finfo(edge.dtype).eps for edge in edges)
-        if eps > torch.finfo(torch.float64).eps:
-            tolerances[name] = eps**0.75
-    return tolerances
 
 
 def _relative_error(result: Tensor, expected: Tensor, noise: float, scale: Tensor | None = None) -> float:

@@ -37,14 +37,7 @@ def at_each(model: nn.Module, checkpoints: Sequence[Checkpoint] | None) -> Itera
     if checkpoints is None:
         yield 1.0
         return
-    _check_copies(model, checkpoints)
-    for state, rate in checkpoints:
-        model.load_state_dict(state)
-        yield float(rate)
-
-
-def _check_copies(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise if there are no checkpoints, or if one shares memory with the model, which changes it."""
+    # Raise if there are no checkpoints, or if one shares memory with the model, which changes it.
     if not checkpoints:
         raise ValueError(
             "checkpoints must hold at least one (state_dict, lr); found none. Pass None to use the model as it is."
@@ -56,6 +49,9 @@ def _check_copies(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
                 f"checkpoints must be copies of the parameters; found the model's own tensors in checkpoint {k}, "
                 "which have changed since. Keep copy.deepcopy(model.state_dict())."
             )
+    for state, rate in checkpoints:
+        model.load_state_dict(state)
+        yield float(rate)
 
 
 def check_order(loader: Iterable[Any], remedy: str) -> None:

@@ -20,7 +20,7 @@
 
     SamplesMayInteractWarning   shapes do not determine whether samples interact
     TrainingWarning             training continues, but something about it is probably not intended
-    CheckpointWarning           an unreadable checkpoint is skipped, or an old checkpoint cannot be deleted
+    CheckpointWarning           an unreadable checkpoint is skipped, an old one cannot be deleted, or an upload failed
     LedgerWarning               an unreadable part of a ledger is skipped
 
 Every message says what must hold, what was found, and what to do.
@@ -111,7 +111,7 @@ class TrainingWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint cannot be read, so an earlier one is used; or an old checkpoint cannot be deleted."""
+    """A checkpoint cannot be read, so an earlier one is used; an old one cannot be deleted; or an upload has failed."""
 
 
 class LedgerWarning(UserWarning):

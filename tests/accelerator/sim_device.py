@@ -6,9 +6,12 @@ Its tensors hold CPU data, so that every op of torch runs and gives the CPU's nu
     backward        autograd runs on a thread of the device
     host waits      each wait of the host for the device is recorded in `WAITS`, with the line that caused it
     copies          a copy to the CPU with non_blocking=True holds wrong values until the host waits for the device
+    sync debug mode warns of host waits, as torch.cuda.set_sync_debug_mode("warn") does
+    memory          peak of the bytes of tensors, from `reset_peak_memory_stats` until it is read
     random numbers  come from the generator of the device, `torch.sim.default_generators[0]`
     autocast        casts the ops that a GPU casts, in both directions
     rounding        `rounding_noise` adds errors to sums, because their order is not fixed on a GPU
+    TF32            products of float32 have factors with 10 bits if torch.backends.cuda.matmul allows it
 
 `register` changes the whole process, for good: autograd starts the threads of all devices at the first backward pass,
 torch asks the device in `torch.manual_seed`, and a process with such threads cannot be forked before a backward pass.
@@ -17,11 +20,13 @@ Hence these tests run in a process of their own: see conftest.py.
 
 import sys
 import threading
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -37,7 +42,12 @@ THREADS = set()  # names of the threads that ran ops of the device
 def waited(kind):
     """Record a wait of the host. The device has then done all its work, including the copies to the CPU."""
     WAITS[kind, _place()] += 1
+    if _sync_debug_mode[0] == "warn" and kind != "synchronize":  # CUDA does not warn of waits that are asked for
+        warnings.warn("called a synchronizing sim operation", stacklevel=2)
     _finish_copies()
+
+
+_sync_debug_mode = ["default"]
 
 
 @contextmanager
@@ -230,6 +240,54 @@ def _perturbed(x):
     return (x * (1 + error).to(real)).as_strided(x.shape, x.stride()) if x.is_contiguous() else x * (1 + error).to(real)
 
 
+# --------------------------------------------------------------------------------------------------------------- TF32
+
+# Op -> number of the first factor, and of factors.
+PRODUCTS = {"mm": (0, 2), "bmm": (0, 2), "addmm": (1, 2), "baddbmm": (1, 2), "addbmm": (1, 2), "linear": (0, 2)}
+PRODUCTS |= {"convolution": (0, 2), "convolution_backward": (0, 3), "linear_backward": (0, 3)}
+PRODUCTS |= {"_scaled_dot_product_flash_attention_for_cpu": (0, 3)}
+PRODUCTS |= {"_scaled_dot_product_flash_attention_for_cpu_backward": (0, 4)}
+
+
+def _with_tf32(name, args):
+    """Arguments of an op, with factors of 10 bits if it is a product."""
+    if name not in PRODUCTS or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return args
+    first, number = PRODUCTS[name]
+    return (*args[:first], *map(_ten_bits, args[first : first + number]), *args[first + number :])
+
+
+def _is_half(x):
+    return isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _ten_bits(x):
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.float32:
+        return x
+    with torch.no_grad():
+        bits = x.detach().contiguous().view(torch.int32)
+        rounded = ((bits + (1 << 12)) & -(1 << 13)).view(torch.float32)
+        return torch.where(x.isfinite(), rounded, x)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+_storages = {}  # address -> (weak reference, bytes)
+_memory = {"counts": False, "peak": 0}
+
+
+def _allocated():
+    """Bytes of the living storages that were made since counting began."""
+    for place in [place for place, (storage, _) in _storages.items() if storage.expired()]:
+        del _storages[place]
+    return sum(size for _, size in _storages.values())
+
+
+def _count_memory(storage):
+    _storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+    _memory["peak"] = max(_memory["peak"], _allocated())
+
+
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
@@ -242,6 +300,8 @@ class SimTensor(torch.Tensor):
         layout = dict(strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype)
         tensor = cls._make_wrapper_subclass(cls, raw.size(), device=torch.device(NAME, 0), **layout)
         tensor.raw = raw
+        if _memory["counts"]:
+            _count_memory(raw.untyped_storage())
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -329,7 +389,14 @@ def _computed(func, args, kwargs):
         return CELLS[func._schema.name](*args, **kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _drawn(func, args, kwargs)
-    if _noise and func._schema.name.removeprefix("aten::") in SUMS:
+    name = func._schema.name.removeprefix("aten::")
+    args = _with_tf32(name, args)
+    if _noise and name in PRODUCTS and any(_is_half(a) for a in args):
+        # GPUs add products of half precision in float32, and round the sum.
+        dtype = next(a.dtype for a in args if _is_half(a))
+        single = [_perturbed(a.float()) if _is_half(a) else a for a in args]
+        return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) else x, func(*single, **kwargs))
+    if _noise and name in SUMS:
         target = 1 if func._schema.is_mutable else 0
         args = (*args[:target], *tree_map(_perturbed, args[target:]))
     return func(*args, **kwargs)
@@ -482,6 +549,23 @@ class SimModule:
 
     def empty_cache(self):
         pass
+
+    def reset_peak_memory_stats(self, device=None):
+        _memory["counts"] = True
+        _memory["peak"] = _allocated()
+
+    def memory_allocated(self, device=None):
+        return _allocated()
+
+    def max_memory_allocated(self, device=None):
+        _memory["counts"] = False  # counting is slow
+        return _memory["peak"]
+
+    def set_sync_debug_mode(self, mode):
+        _sync_debug_mode[0] = mode
+
+    def get_sync_debug_mode(self):
+        return _sync_debug_mode[0]
 
     def _is_in_bad_fork(self):
         return False

@@ -1,11 +1,17 @@
 """Step on the simulated accelerator: the same weights as on the CPU, with every transform and kind of window."""
 
+from contextlib import nullcontext
+
 import pytest
+import sim_device as sim
 import torch
 from common import DEVICE, X, Y, assert_same_on_both, batches, losses, network, weights
 from torch import nn
 
 import samplewise as sw
+from samplewise.bench.networks import resnet18_model
+from samplewise.core.memory import allow_tf32
+from samplewise.step import recheck
 
 TABLE = torch.linspace(0.1, 1, 12, dtype=torch.float64)
 
@@ -124,3 +130,34 @@ def test_a_batch_on_the_cpu_is_refused_by_torch_and_changes_nothing():
         step((X[:4], Y[:4]))
     assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
     step.run(batches(DEVICE))
+
+
+def test_rounding_of_tf32_is_no_interaction_of_samples(monkeypatch):
+    """Sums in another order change some roundings. PyTorch uses TF32 for convolutions unless told otherwise."""
+    torch.manual_seed(0)
+    model = resnet18_model(width=32).to(DEVICE)
+    batch = torch.randn(4, 3, 16, 16).to(DEVICE), torch.arange(4).to(DEVICE)
+
+    def update():
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), losses, transforms=[sw.clip(100.0)])
+        return step(batch)[0]
+
+    with allow_tf32(True):
+        assert not update().skipped
+        assert torch.backends.cudnn.allow_tf32
+        monkeypatch.setattr(recheck, "allow_tf32", nullcontext)
+        with pytest.raises(sw.SamplesInteractError, match="differs by"):
+            update()
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_rounding_of_half_precision_is_no_interaction_of_samples(precision):
+    """Sums in another order change some roundings, and through them the gradients of a ResNet by up to a tenth."""
+    torch.manual_seed(0)
+    model = resnet18_model(width=32).to(DEVICE)
+    batch = torch.randn(4, 3, 8, 8).to(DEVICE), torch.arange(4).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = sw.Step(model, optimizer, losses, transforms=[sw.clip(100.0)], precision=precision)
+    with sim.rounding_noise(2):
+        step(batch)
+    assert step.counters.updates + step.counters.skipped == 1

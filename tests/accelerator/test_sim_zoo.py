@@ -13,6 +13,12 @@ from samplewise.testing.runner import BF16, FP32, FP64, NOT_RUN, REFUSED, RIGHT,
 DEVICE = "sim:0"
 # The simulated device has no sparse tensors.
 NAMES = [name for name in CASES if not name.endswith("_with_sparse_gradients")]
+# torch has no backward pass of huber_loss for two dtypes, and an error in a backward pass of a Python device ends the
+# process.
+ABORTS = {"huber_and_quantile"}
+# Interacting samples whose rows are exact, but which are not refused under autocast: a cell computes with a cast copy
+# of a slice of the batch, which is not recognized as data of the samples (docs/guarantees.md).
+NOT_REFUSED = {"recurrent_net_run_along_the_batch"}
 # Gradients in which all terms cancel consist of noise: the floor is relative to the largest gradient.
 NOISY = {
     "fp64": replace(FP64, quantities=CORE, tolerance=Tolerance(1e-8, 1e-11)),
@@ -33,10 +39,11 @@ def test_gradients_are_right(name):
 
 
 @pytest.mark.sweep(1 / 136)
-@pytest.mark.parametrize("name", [n for n in NAMES if CASES[n].traits.autocast])
+@pytest.mark.parametrize("name", [n for n in NAMES if CASES[n].traits.autocast and n not in ABORTS])
 def test_gradients_under_autocast_are_right(name):
     """Some kernels of the CPU, which compute for the simulated device, have no bfloat16."""
-    assert run_case(CASES[name], BF16, torch.device(DEVICE)).outcome in (RIGHT, REFUSED, NOT_RUN)
+    case = replace(CASES[name], interacts=False) if name in NOT_REFUSED else CASES[name]
+    assert run_case(case, BF16, torch.device(DEVICE)).outcome in (RIGHT, REFUSED, NOT_RUN)
 
 
 @pytest.mark.sweep(1 / 275)

@@ -86,6 +86,19 @@ def test_scores_that_were_not_written_are_nan(trained, tmp_path, monkeypatch):
     assert loaded.scores[0].nan_to_num(-torch.inf).max() == results.scores[0].max()
 
 
+def test_refine_of_a_run_without_a_rule_has_the_default_damping(tmp_path):
+    model = network()
+    step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    sw.Trainer(step, tmp_path, progress=False, device="cpu").fit(LOADERS[0], epochs=2)
+    results = run_attribute(tmp_path, queries=[3, 1], method="ekfac", refine=40)
+    queries, curvature = [VALIDATION[[3, 1]]], sw.ekfac(model, nn.CrossEntropyLoss(), LOADERS[0])
+    matrix = sw.attribution.GaussNewton(model, nn.CrossEntropyLoss(), [TRAIN.tensors], curvature, 40, damping=10)
+    expected = sw.influence(model, nn.CrossEntropyLoss(), [TRAIN.tensors], queries, curvature=matrix)
+    torch.testing.assert_close(results.scores, expected)
+    assert results.settings["damping"].endswith(f"= 10 * mean eigenvalue {matrix.mean_eigenvalue:.3g}")
+    assert results.notes == ()
+
+
 @pytest.mark.parametrize("damage", ["nothing there", "not json", "another format", "another file"])
 def test_other_files_are_refused(trained, tmp_path, damage):
     if damage != "nothing there":
@@ -116,6 +129,8 @@ def test_other_files_are_refused(trained, tmp_path, damage):
         ),
         ({"dim": 8}, "dim must be used with method trak; found influence"),
         ({"method": "trak", "damping": 0.0}, "damping must be a positive number; found 0.0"),
+        ({"method": "ekfac", "refine": 0}, "refine must be an integer, 1 or more; found 0"),
+        ({"method": "trak", "refine": 5}, "refine must be used with method ekfac; found trak"),
         ({"method": "ekfac", "checkpoints": 2}, "checkpoints must be one with method ekfac; found 2"),
         ({"trust": "nowhere"}, "trust must be a directory with a measured quality: nowhere.lds.json must be"),
     ],

@@ -332,17 +332,22 @@ CRITERIA = {
 }
 
 
+def of_draws(loss, model, batch):
+    """Gradients (samples, parameters) of each draw, from one forward pass."""
+    draws = [loss(model, batch), *loss.further_draws()]
+    by_draw = [sw.gradients(losses, model).full() for losses in draws]
+    return [torch.cat([g.flatten(1) for g in full.values()], 1) for full in by_draw]
+
+
 @pytest.mark.parametrize("name", CRITERIA)
 def test_expected_labels_give_the_gauss_newton_matrix(name):
     """The second moment of the gradients, added over the draws, one for each output."""
     criterion, labels, second_derivative = CRITERIA[name]
     model, x, _ = make(n=6)
     loss = ExpectedLoss(sw.core.losses.as_loss_fn(criterion), "expected")
-    total, draws = 0, 0
-    for _ in loss.draw_numbers():
-        g = rows(model, x, labels(6), lambda model, batch: loss(model, batch))
-        total, draws = total + g.T @ g / len(x), draws + 1
-    assert draws == 3
+    gradients = of_draws(loss, model, (x, labels(6)))
+    assert len(gradients) == 3
+    total = sum(g.T @ g / len(x) for g in gradients)
     torch.testing.assert_close(total, gauss_newton(model, x, second_derivative), rtol=1e-10, atol=1e-12)
 
 
@@ -351,10 +356,7 @@ def test_expected_labels_of_tokens_without_ignored_ones():
     x = noise(3, 4, 4).double()
     y = torch.tensor([[0, 1, 2, 1], [1, 0, -100, -100], [2, -100, 1, 0]])
     loss = ExpectedLoss(token_losses, "expected")
-    total = 0
-    for _ in loss.draw_numbers():
-        g = rows(model, x, y, loss)
-        total = total + g.T @ g
+    total = sum(g.T @ g for g in of_draws(loss, model, (x, y)))
 
     parameters = list(model.parameters())
     wanted = 0

@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 def mlp(transforms):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01, dampening=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     return sw.Step(model, optimizer, nn.CrossEntropyLoss(), 5, transforms=transforms, scheduler=scheduler)
 
@@ -367,3 +367,112 @@ def test_warns_if_the_training_is_not_smooth(tmp_path):
     sw.Trainer(make(), tmp_path, progress=False).fit(loader, epochs=5)
     with pytest.warns(sw.TrainingWarning, match=r"not smooth enough.*smaller learning rate"):
         sw.metagradient(tmp_path, make, loader, queries, device="cpu")
+
+
+def two_layers(activation, rate, momentum, dtype, *transforms):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 3)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+    return sw.Step(model, optimizer, nn.CrossEntropyLoss(), transforms=transforms)
+
+
+def error_for_finite_changes(make, run, dtype):
+    """Error of the changes of losses that the metagradient of 40 updates predicts for weights of 0.9 and 1.1, relative
+    to the prediction: mean over three random choices of weights.
+    """
+    torch.manual_seed(1)
+    x = torch.randn(SAMPLES, 4, dtype=torch.float64).to(dtype)
+    loader = DataLoader(sw.Indexed(TensorDataset(x, torch.randint(3, (SAMPLES,)))), batch_size=6, shuffle=True)
+    queries = [(torch.randn(8, 4, dtype=torch.float64).to(dtype), torch.randint(3, (8,)))]
+
+    def outcome(directory, *transforms):
+        step = make(dtype, *transforms)
+        sw.Trainer(step, directory, progress=False, device="cpu").fit(loader, epochs=10)
+        return losses(step.model.eval(), queries)
+
+    before = outcome(run)
+    found = sw.metagradient(run, partial(make, dtype), loader, queries, device="cpu")
+    errors = []
+    for _ in range(3):
+        changes = 0.2 * torch.randint(2, (SAMPLES,)).to(dtype) - 0.1
+        actual = outcome(None, sw.weight(1 + changes, index="id")) - before
+        errors.append((actual - found @ changes).norm() / (found @ changes).norm())
+    return torch.stack(errors).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_warns_if_finite_changes_have_other_effects_although_gradients_do_not_grow(dtype, tmp_path):
+    """Gradients of ReLUs jump: the derivative is right for tiny changes only."""
+    message = "with weights of 0.9 and 1.1 at random, .* predict changes .* found changes that differ .*wider model"
+    with pytest.warns(sw.TrainingWarning, match=message):
+        error = error_for_finite_changes(partial(two_layers, nn.ReLU, 1.5, 0.0), tmp_path, dtype)
+    assert error > 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_does_not_warn_if_derivatives_predict_finite_changes(dtype, tmp_path):
+    assert error_for_finite_changes(partial(two_layers, nn.Tanh, 0.1, 0.9), tmp_path, dtype) < 0.3
+
+
+def test_does_not_warn_of_rounding(tmp_path):
+    """Derivatives are zero with a learning rate below rounding; the losses of the queries are not."""
+    loader, queries = data(mlp)
+    make = linear(lambda p: torch.optim.SGD(p, lr=1e-300))
+    sw.Trainer(make(), tmp_path, progress=False).fit(loader, epochs=1)
+    assert sw.metagradient(tmp_path, make, loader, queries, device="cpu").abs().max() < 1e-290
+
+
+def test_warns_if_a_repetition_with_other_weights_diverges(recorded, monkeypatch):
+    original = replay.Replay.on_update
+
+    def on_update(self, update):
+        if self._weights is not None:
+            raise sw.NonFiniteLossError("losses must be finite")
+        original(self, update)
+
+    monkeypatch.setattr(replay.Replay, "on_update", on_update)
+    with pytest.warns(sw.TrainingWarning, match="found changes that differ from these by nan"):
+        assert sw.metagradient(recorded[0], linear(), *recorded[1:], device="cpu").isfinite().all()
+
+
+def test_losses_that_compare_samples_of_a_batch(tmp_path):
+    """The samples of a batch are negatives of each other, except in evaluation mode."""
+
+    def contrast(model, batch):
+        z = model(batch[0])
+        if not model.training:
+            return F.cross_entropy(z, batch[1], reduction="none")
+        return F.cross_entropy(z @ z.T, torch.arange(len(z)), reduction="none")
+
+    def make():
+        torch.manual_seed(0)
+        return sw.Step(nn.Linear(4, 3).double(), sw.sgd(0.01), contrast, interacting="allow")
+
+    loader, queries = data(mlp)
+    sw.Trainer(make(), tmp_path, progress=False).fit(loader, epochs=1)
+    assert sw.metagradient(tmp_path, make, loader, queries, device="cpu").shape == (3, SAMPLES)
+
+
+def test_a_killed_repetition_with_other_weights_continues(tmp_path, monkeypatch):
+    loader, queries = data(cnn)
+    train(cnn, tmp_path, loader)
+    call = partial(sw.metagradient, tmp_path, partial(fresh, cnn), loader, queries, device="cpu")
+    monkeypatch.setattr(replay, "SAVE_EVERY", 0.0)
+    updates = []
+    original = replay.Replay.on_update
+
+    def on_update(self, update):
+        if self._weights is not None:
+            updates.append(update.index)
+            if len(updates) == 4:
+                raise KeyboardInterrupt
+        original(self, update)
+
+    monkeypatch.setattr(replay.Replay, "on_update", on_update)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    monkeypatch.setattr(module.UpdateDerivative, "__call__", None)  # the way back is done
+    found = call()
+    assert updates == [0, 1, 2, 3, 3, 4, 5]
+    monkeypatch.undo()
+    torch.testing.assert_close(found, call())

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from samplewise.attribution.methods import METHODS
 from samplewise.core.state import seed_everything
 from samplewise.errors import CheckpointWarning
 
+metagradient = sys.modules[sw.metagradient.__module__]
 # The validation samples are others than those of training, some have a wrong label, and both loaders shuffle.
 SPLIT = HEALTHY.replace(
     "    return loader, loader\n",
@@ -179,6 +181,28 @@ def test_ekfac_uses_the_labels_of_the_data_if_none_can_be_drawn(run):
     add_loss("F.cross_entropy(model(batch[0]), batch[1], reduction='none', label_smoothing=0.1)")
     assert attribute("--queries", "0-1", "--method", "ekfac").exit_code == 0
     assert settings(run / "attribution")["labels"] == "data"
+
+
+@pytest.mark.parametrize(("damping", "limit"), [(None, 30), (0.5, 2)])
+def test_scores_are_those_of_conjugate_gradients(run, damping, limit):
+    given = () if damping is None else ("--damping", damping)
+    result = attribute("--queries", "0-1", "--method", "ekfac", "--refine", limit, *given)
+    assert result.exit_code == 0, result.stderr
+    _, found = scores(run / "attribution")
+    model, loss, (train, queries) = trained_network(run), nn.CrossEntropyLoss(), batches()
+    curvature = sw.ekfac(model, loss, DataLoader(datasets()[0], batch_size=20))
+    options = {"run": run} if damping is None else {"damping": damping}
+    expected = sw.influence(model, loss, train, queries, curvature=curvature, refine=limit, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    about = settings(run / "attribution")
+    assert (about["refine"], about["iterations"] < limit) == (limit, damping is None)
+    rule = (
+        r"0\.333 = 1 / \(learning rate 0.5 \* 6 updates\)" if damping is None else r"\S+ = 0\.5 \* mean eigenvalue \S+"
+    )
+    assert re.fullmatch(rule, about["damping"])
+    stopped = "The conjugate gradients stopped at the limit of iterations after 2 iterations, with a relative residual"
+    assert (stopped in result.stderr) == (stopped in page_text(run / "attribution")) == (damping is not None)
+    assert "|refine|" in page_text(run / "attribution")
 
 
 @pytest.mark.parametrize("output", ["margin", "minus the loss"])
@@ -498,6 +522,7 @@ def test_a_private_run_is_mentioned(run):
         ),
         (["--damping", "1"], "must be used with method trak or ekfac; found influence."),
         (["--dim", "8", "--method", "ekfac"], "must be used with method trak; found ekfac."),
+        (["--refine", "8", "--method", "trak"], "must be used with method ekfac; found trak."),
         (["--damping", "-1", "--method", "trak"], "must be a positive number; found -1.0."),
         (["--method", "ekfac", "--checkpoints", "2"], "checkpoints must be one with method ekfac; found 2."),
         (["--method", "ekfac", "--run", "a", "--run", "b"], "run must be one with method ekfac; found 2."),
@@ -632,6 +657,14 @@ def test_metagradient_repeats_the_run(options, settings, trained, tmp_path, monk
     order, found = scores("runs/recipe/attribution")
     assert order == [0, 4, 2]
     torch.testing.assert_close(found, -wanted)
+
+
+def test_a_run_that_is_not_smooth_is_noted_on_the_page(run, monkeypatch):
+    monkeypatch.setattr(metagradient, "LARGEST_ERROR", 1e-9)
+    result = attribute("--method", "metagradient", "--queries", "0,4")
+    assert result.exit_code == 0
+    note = "The training is not smooth enough for its derivative to predict the effect of leaving samples out: it was"
+    assert note in result.stderr and note in page_text(run / "attribution")
 
 
 def test_metagradient_needs_make_step(trained):

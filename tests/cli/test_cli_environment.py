@@ -11,6 +11,7 @@ from recipes import command
 
 import samplewise
 from samplewise.cli import environment
+from samplewise.core import memory
 
 
 def shown(name):
@@ -35,7 +36,7 @@ def test_the_machine():
 
 @pytest.mark.parametrize("name", ["", "Processor of Windows"])
 def test_a_system_without_proc(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(environment, "Path", lambda path: tmp_path / path.strip("/"))
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / path.strip("/"))
     monkeypatch.setattr(platform, "processor", lambda: name)
     assert shown("CPU").startswith(name or platform.machine())
 

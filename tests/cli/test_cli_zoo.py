@@ -136,7 +136,7 @@ def test_bad_arguments_get_one_line(recipe, arguments, output):
 
 
 def test_a_device_without_float64(monkeypatch):
-    monkeypatch.setattr(zoo, "_has_float64", lambda device: False)
+    monkeypatch.setattr(zoo, "has_float64", lambda device: False)
     device = torch.device("mps")
     assert zoo.precision_named(None, device) is zoo.PRECISIONS["fp32"]
     message = r"must be a precision that the device supports; found fp64 on mps\. Use fp32\."

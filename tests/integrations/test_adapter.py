@@ -10,8 +10,7 @@ from torch import nn
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import samplewise as sw
-from samplewise.integrations.adapter import Adapter, BatchLoss, refuse_privacy
-from samplewise.integrations.norm_log import NormLog
+from samplewise.integrations.adapter import Adapter, BatchLoss, NormLog, refuse_privacy
 from samplewise.parallel import collectives
 from samplewise.step.backward import BackwardResult
 from samplewise.transforms.chain import as_chain

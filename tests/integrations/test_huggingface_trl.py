@@ -13,7 +13,7 @@ from trl.kernels import ChunkedLogProbFunction
 import samplewise as sw
 from samplewise.errors import LossesError
 from samplewise.integrations.huggingface import PerSample
-from samplewise.integrations.huggingface.aggregates import check_aggregate
+from samplewise.integrations.huggingface.denominators import check_aggregate
 from samplewise.integrations.huggingface.outputs import before_fused_head
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.errors import DistributedError, GraphError
 from samplewise.integrations.lightning import PerSample
-from samplewise.integrations.lightning import optimizers as module_of_optimizers
+from samplewise.integrations.lightning import module as lightning_module
 
 SAMPLES = 10
 BATCH = 4
@@ -264,7 +264,7 @@ def test_parameters_of_two_optimizers(tmp_path):
 
 def test_a_pass_for_several_optimizers_is_refused_with_several_ranks(monkeypatch):
     """A second pass of a DistributedDataParallel would average the gradients again."""
-    monkeypatch.setattr(module_of_optimizers, "is_replica", lambda parameters: True)
+    monkeypatch.setattr(lightning_module, "is_replica", lambda parameters: True)
     message = r"several optimizers .* Call self.toggle_optimizer\(optimizer\) before the forward pass"
     with pytest.raises(DistributedError, match=message):
         trained(Networks(separate), PerSample([sw.clip(BOUND)]))

@@ -111,6 +111,10 @@ def privacy() -> None:
     assert plan.epsilon <= 3.0 and plan.noise_multiplier > 0
 
 
+def remote() -> None:
+    sw.callbacks.Upload("s3://bucket/run")
+
+
 def huggingface() -> None:
     per_sample = import_module("samplewise.integrations.huggingface").PerSample  # first: its message names the extra
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
@@ -187,6 +191,7 @@ FEATURES: dict[str, Callable[[], None]] = {
     "keras": keras,
     "export": export,
     "faiss": faiss,
+    "remote": remote,
 }
 
 

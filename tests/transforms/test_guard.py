@@ -11,7 +11,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.core.quantiles import RunningQuantiles
 from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, TransformError
-from samplewise.transforms.guard import CLIP_AFTER, DROP_AFTER, REFRESH
+from samplewise.transforms.clip import CLIP_AFTER, DROP_AFTER, REFRESH
 from samplewise.transforms.stats import SampleStats
 
 NAN = float("nan")

@@ -188,6 +188,8 @@ def trainer(run: Path) -> None:
     assert_type(trainer.run, Path | None)
     assert_type(trainer.save(), Path)
     assert_type(sw.load_checkpoint(run), dict[str, Any])
+    assert_type(sw.download_run("s3://bucket/run", run, key="k"), Path)
+    sw.Trainer(trainer.step, run, [sw.callbacks.Upload("s3://bucket/run", endpoint_url="http://localhost")])
 
 
 def other_results(loss: Tensor, logits: Tensor) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -70,6 +70,7 @@ def attribute(
     checkpoints: int | None = None,
     dim: int | None = None,
     damping: float | None = None,
+    refine: int | None = None,
     top: int = 5,
     trust: Run | None = None,
     make_step: Callable[[], Step] | None = None,
@@ -89,22 +90,15 @@ def attribute(
     method: "influence" (default: TracIn), "trak", "ekfac" or "metagradient"
     checkpoints: number of newest checkpoints of each run; default all, 1 for "ekfac" and "metagradient"
     dim: for "trak"; default: a quarter of the number of training samples, at most 512
-    damping: for "trak" and "ekfac", see `Curvature`; default 0.1
+    damping: for "trak" and "ekfac", see `Curvature`; default 0.1, with `refine` that of the run, 1 / (learning rate *
+        updates), or 10 if its optimizer is not SGD
+    refine: for "ekfac": largest number of iterations of conjugate gradients, as in `influence`; default: none
     top: number of highest and of lowest scores of each query on the page
     trust: directory of lds.json, the measured quality of the scores; default: evaluate in the run directory
     make_step: for "metagradient", which also needs sw.Indexed around the training dataset: see `metagradient`
     """
-    plan = AttributionPlan(
-        run,
-        queries=queries,
-        limit=limit,
-        method=method,
-        checkpoints=checkpoints,
-        dim=dim,
-        damping=damping,
-        top=top,
-        trust=trust,
-    )
+    options = {"dim": dim, "damping": damping, "refine": refine}
+    plan = AttributionPlan(run, queries, limit, method, options, checkpoints, top, trust)
     return plan.results(model, loss_fn, train, validation, None if make_step is None else Rerun(make_step, train))
 
 
@@ -117,7 +111,7 @@ class AttributionResults(Tabular):
     scores     (queries, samples); positive if training on the sample helps the query
     settings   content of attribution.json: method, checkpoints, ...
     page       HTML page
-    notes      remarks about the data, which the page shows as well; not saved
+    notes      remarks about the data and the quality of the scores, which the page shows as well; not saved
     """
 
     queries: list[int]
@@ -196,25 +190,25 @@ class AttributionResults(Tabular):
 class AttributionPlan:
     """Checked arguments of `attribute`, and the checkpoints: what fails, fails before the data are loaded.
 
+    options: dim, damping and refine
     recipe: path of the recipe, for attribution.json; default: none
     """
 
     def __init__(
         self,
         run: Run | Sequence[Run],
-        *,
         queries: str | Sequence[int],
         limit: int,
         method: str,
+        options: Mapping[str, Any],
         checkpoints: int | None,
-        dim: int | None,
-        damping: float | None,
         top: int,
         trust: Run | None,
         recipe: str | None = None,
     ):
-        for name, number in {"limit": limit, "top": top, "checkpoints": checkpoints, "dim": dim}.items():
-            if number is not None and (type(number) is not int or number < 1):
+        damping = options["damping"]
+        for name, number in {"limit": limit, "top": top, "checkpoints": checkpoints, **options}.items():
+            if name != "damping" and number is not None and (type(number) is not int or number < 1):
                 raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
         if damping is not None and not 0 < damping < math.inf:
             raise ValueError(f"damping must be a positive number; found {damping}.")
@@ -223,7 +217,7 @@ class AttributionPlan:
         self.top = top
         self.recipe = recipe
         self.here = absolute(".")  # paths on the page are relative to it
-        self.method = method_named(method, dim=dim, damping=damping)
+        self.method = method_named(method, **options)
         runs = [absolute(path) for path in ([run] if isinstance(run, (str, os.PathLike)) else run)]
         if self.method.models is not None:
             count = len(runs) * (checkpoints or 1)

@@ -20,6 +20,7 @@ from samplewise.attribution.curvature import Rows
 from samplewise.engine.grads.base import CHUNK, PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
+from samplewise.engine.grads.kernels import mm
 
 Forms = Mapping[str, PerSampleGrad]  # representations of per-sample gradients by parameter
 SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
@@ -191,4 +192,6 @@ def only_term(form: PerSampleGrad) -> Term | None:
 
 
 def _rotate(factor: Factor, basis: Tensor | None) -> Factor:
-    return factor if basis is None or isinstance(factor, OneHot) else factor @ basis.to(factor.dtype)
+    if basis is None or isinstance(factor, OneHot):
+        return factor
+    return mm(factor.flatten(0, 1), basis.to(factor.dtype)).unflatten(0, factor.shape[:2])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from samplewise.core.microbatch import Microbatch
 from samplewise.core.state import RandomState
 from samplewise.dataset_pass import share_of_rank
 from samplewise.engine.arguments import wanted_parameters, wide_dtype
-from samplewise.engine.gradients import factored_grads
+from samplewise.engine.gradients import factored_grads, gradients
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad
+from samplewise.engine.grads.kernels import mm
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.scan import Scanner
@@ -80,19 +82,24 @@ class Passes:
         try:
             for number, batch in share_of_rank(self.loader, description):
                 batch = keep_whole(batch, constants_of(self.loss_fn))
-                draws = self.loss_fn.draw_numbers() if isinstance(self.loss_fn, ExpectedLoss) else (0,)
-                for draw in draws:
-                    # Both passes draw the same labels for a batch, whichever rank computes it.
-                    torch.manual_seed((self.seed * 1_000_003 + number + draw * 7_368_787) % 2**63)
-                    for piece, g in scanner.of(batch):
+                # Both passes draw the same labels for a batch, whichever rank computes it.
+                seed = self.seed * 1_000_003 + number
+                expected = self.loss_fn if isinstance(self.loss_fn, ExpectedLoss) else None
+                if expected is None:
+                    torch.manual_seed(seed % 2**63)
+                else:
+                    expected.seed(seed)
+                for piece, losses in scanner.losses(batch):
+                    # One draw after the other: the draws share the graph of one forward pass.
+                    for of_draw in chain([losses], () if expected is None else expected.further_draws()):
+                        g = gradients(of_draw, self.model)
                         forms: Forms = factored_grads(g)
                         is_doubled = length(piece) == 1 and len(g) == 2
                         with torch.no_grad():  # factors are attached to the graph
                             if is_doubled:
                                 forms = {name: _first_sample(form) for name, form in forms.items()}
-                            count = 1 if is_doubled else len(g)
-                            add(forms, count)
-                        samples += count if draw == 0 else 0
+                            add(forms, 1 if is_doubled else len(g))
+                    samples += 1 if is_doubled else len(g)
         finally:
             state.restore()
         return samples
@@ -197,7 +204,7 @@ def _covariance(factor: Factor, opposite: Factor) -> Tensor:
     if isinstance(opposite, Tensor):
         factor = factor * (opposite != 0).any(2, keepdim=True)
     tokens = factor.flatten(0, 1)
-    return tokens.T @ tokens
+    return mm(tokens.T, tokens)
 
 
 def eigenvectors(covariance: Tensor, dtype: torch.dtype) -> Tensor:

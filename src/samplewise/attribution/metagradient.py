@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from samplewise.attribution.evaluate.retrain import digest_of_data
-from samplewise.attribution.replay import Replay, TrainingState, new_step, newest_state
+from samplewise.attribution.replay import SAVE_EVERY, Replay, TrainingState, new_step, newest_state
 from samplewise.attribution.update_derivative import Adjoint, Key, UpdateDerivative
 from samplewise.core.batches import to_device
 from samplewise.core.files import absolute, read_tensors, sha256, write_tensors
@@ -32,7 +32,7 @@ from samplewise.core.state import eval_mode, random_state_restored
 from samplewise.core.text import listed, progress
 from samplewise.dataset_pass import check_order, check_repeatable
 from samplewise.engine.gradients import gradients_of
-from samplewise.errors import BatchError, NonFiniteGradientError, TrainingWarning
+from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError, TrainingWarning
 from samplewise.ledger.sample_ids import Indexed
 from samplewise.loop.checkpoint.resume_settings import step_settings
 from samplewise.loop.checkpoint.trained import RunPath
@@ -41,10 +41,16 @@ from samplewise.parallel import collectives
 from samplewise.step.compiled.optim import Formula, formula_of
 from samplewise.step.step import Step
 
-SAVE_EVERY = 60.0  # seconds between two saves of the backward pass
 STEEP = 10.0  # growth of gradients; with a factor of 97, an MLP on digits had an LDS of 0 at 5 % left out
+# Change of the weights in a repetition of the run: about as much as leaving out 1 % of the samples, and far above the
+# rounding of float32. Smaller changes would say less. Gradients of ReLUs jump at kinks: a change of 1e-6 crosses none
+# in a short training, and a few, with large effects, in long ones whose derivatives are useful.
+CHANGE = 0.1
+LARGEST_ERROR = 1.0  # of the predicted changes of the losses, relative to these. On digits: 0.5 with an LDS of 0.8, 1.1
+# to 1.4 with one of 0.6; with smooth activations below 0.1.
 FOLDER = "metagradient"  # in the run directory
 FILE = "backward.safetensors"
+NOT_SMOOTH = "the training is not smooth enough for its derivative to predict the effect of leaving samples out"
 REMEDY = (
     "Use a smaller learning rate, a warmup, a wider model or smoother activations, or average the results of several "
     "runs with other seeds."
@@ -72,9 +78,9 @@ def metagradient(
 
     The run is repeated and compared with its newest checkpoint. It may use SGD, Adam, AdamW or RMSprop, a scheduler,
     max_grad_norm, `sw.weight`, `sw.clip` and `sw.normalize`; callbacks are not repeated. An interrupted call, even one
-    that was killed, continues when it is repeated. There is a warning if gradients grow tenfold on the way back.
-    A chaotic run may have no such growth: repeat it with `sw.weight` of 1 - 1e-6 for some samples. If the losses of the
-    queries change by much more than the derivatives say, the scores are not valid.
+    that was killed, continues when it is repeated. There is a warning if the derivatives do not predict the effect of
+    finite changes: if gradients grow tenfold on the way back, or if the losses of the queries change otherwise than
+    predicted when the run is repeated with weights of 0.9 and 1.1 at random.
 
     run: directory of a run of `sw.Trainer` in one process
     make_step: function that returns a new `sw.Step` as it was before `fit`, with the same initial parameters and the
@@ -90,6 +96,23 @@ def metagradient(
     device: as in `sw.Trainer`
     to: directory of snapshots and progress, removed at the end; default: "metagradient" in the run directory
     """
+    scores, problem = differentiate(run, make_step, loader, queries, by, every, device, to)
+    if problem:
+        warnings.warn(problem, TrainingWarning, stacklevel=2)
+    return scores
+
+
+def differentiate(
+    run: RunPath,
+    make_step: Callable[[], Step],
+    loader: Iterable[Any],
+    queries: Iterable[Any],
+    by: Literal["epoch"] | None = None,
+    every: int | None = None,
+    device: str | torch.device = "auto",
+    to: RunPath | None = None,
+) -> tuple[Tensor, str]:
+    """Result of `metagradient`, and why it does not predict the effect of finite changes; "" if it does."""
     if by not in (None, "epoch"):
         raise ValueError(f"by must be None or 'epoch'; found {by!r}.")
     if every is not None and (type(every) is not int or every < 1):
@@ -114,15 +137,14 @@ def metagradient(
         with torch.no_grad():  # finds errors of the queries before the run is repeated
             if not list(_query_losses(islice(queries, 1), step, replay.device)):
                 raise BatchError("queries must yield at least one batch; found none. Pass a loader or a list.")
-        with progress(2 * replay.updates, "sw.metagradient, updates") as advance:
+        with progress(3 * replay.updates, "sw.metagradient, updates") as advance:
             state = BackwardState.load(directory / FILE, replay.device)
             if state is None:
-                directory.mkdir(parents=True, exist_ok=True)
                 try:
                     replay.first_pass(lambda: advance(1))
                     state = BackwardState.of_queries(queries, step, replay, formula)
                 except Exception:  # the snapshots may be those of another run
-                    shutil.rmtree(directory)
+                    shutil.rmtree(directory, ignore_errors=True)
                     raise
                 state.save(directory / FILE)
             else:
@@ -140,13 +162,28 @@ def metagradient(
                     if time.monotonic() > saved + SAVE_EVERY:
                         state.save(directory / FILE)
                         saved = time.monotonic()
-    state.check_growth()
+            problem = state.growth_problem()
+            if not problem:  # repeat the run with other weights
+                state.save(directory / FILE)
+                signs = 2.0 * torch.randint(2, (samples,), generator=torch.Generator().manual_seed(0)) - 1
+                step = new_step(make_step, final["trainer"]["seed"])
+                weights = 1 + CHANGE * signs
+                changed = Replay(
+                    run, final, step, loader, samples, formula, directory / "changed", every, device, weights
+                )
+                try:
+                    changed.first_pass(lambda: advance(1))
+                    with torch.no_grad():
+                        losses = torch.cat(list(_query_losses(queries, step, replay.device)))
+                except (NonFiniteLossError, NonFiniteGradientError):  # diverges with these weights
+                    losses = torch.full_like(state.losses, torch.nan)
+                problem = state.prediction_problem(losses, signs)
     shutil.rmtree(directory)
     with suppress(OSError):  # not empty: another call was interrupted
         directory.parent.rmdir()
     zeros = torch.zeros_like(next(iter(state.scores.values())))  # of an epoch whose samples are in no update
     epochs = torch.stack([state.scores.get(epoch, zeros) for epoch in range(max(state.scores) + 1)])
-    return epochs if by == "epoch" else epochs[0]
+    return epochs if by == "epoch" else epochs[0], problem
 
 
 @dataclass
@@ -155,6 +192,7 @@ class BackwardState:
 
     adjoint   gradients of the queries with respect to the state of the training there
     scores    epoch -> (queries, training samples), from the updates from there on; one entry unless by="epoch"
+    losses    of the queries at the end of training, (queries,)
     first, largest   norms of the gradients with respect to the parameters, (queries,): at the end of training, and
                      the largest of all updates
     """
@@ -162,6 +200,7 @@ class BackwardState:
     update: int
     adjoint: Adjoint
     scores: dict[int, Tensor]
+    losses: Tensor
     first: Tensor
     largest: Tensor
 
@@ -171,15 +210,17 @@ class BackwardState:
         evaluator = step._evaluator
         trained = evaluator.trained.trainable()
         rows: dict[Key, list[Tensor]] = {name: [] for name in trained}
+        all_losses = []
         for losses in _query_losses(queries, step, replay.device):
             full = gradients_of(losses, trained, evaluator.modules).full()
+            all_losses.append(losses.detach())
             for name, p in trained.items():
                 rows[name].append(full[name] if name in full else p.new_zeros(len(losses), *p.shape))
         adjoint: Adjoint = {name: torch.cat(parts).detach() for name, parts in rows.items()}
         norms = _norms(adjoint)
         for key, value in TrainingState.of(step, formula).optimizer.items():
             adjoint[key] = value.new_zeros(len(norms), *value.shape)
-        return cls(replay.updates, adjoint, {}, norms, norms)
+        return cls(replay.updates, adjoint, {}, torch.cat(all_losses), norms, norms)
 
     def set_adjoint(self, adjoint: Adjoint) -> None:
         self.adjoint = adjoint
@@ -197,22 +238,37 @@ class BackwardState:
             self.scores[epoch] = columns.new_zeros(len(columns), samples, device="cpu")
         self.scores[epoch].index_add_(1, ids, columns.cpu())
 
-    def check_growth(self) -> None:
-        """Warn if the gradients have grown so much that finite changes of weights have other effects."""
+    def growth_problem(self) -> str:
+        """Sentence that gradients have grown so much that finite changes of weights have other effects, or ""."""
         moving = self.first > 0
         growth = (self.largest / self.first)[moving].median().item() if moving.any() else 1.0
-        if growth > STEEP:
-            warnings.warn(
-                "the training is not smooth enough for its derivative to predict the effect of leaving samples out: "
-                f"gradients grow by a factor of {growth:.2g} on the way back through the updates. {REMEDY}",
-                TrainingWarning,
-                stacklevel=3,
-            )
+        if growth <= STEEP:
+            return ""
+        return f"{NOT_SMOOTH}: gradients grow by a factor of {growth:.2g} on the way back through the updates. {REMEDY}"
+
+    def prediction_problem(self, losses: Tensor, signs: Tensor) -> str:
+        """Sentence that the derivatives do not predict the losses of the queries after training with weights
+        1 + CHANGE * signs, or "".
+        """
+        total = torch.stack(list(self.scores.values())).sum(0).double()
+        before = self.losses.cpu().double()
+        error = losses.cpu().double() - before - CHANGE * total @ signs.double()
+        # Root mean square over all signs: that of these signs may be small by chance, if there are few queries.
+        predicted = CHANGE * total.norm()
+        rounding = torch.finfo(losses.dtype).eps ** 0.5 * (1 + before.abs()).norm()
+        if error.norm() <= LARGEST_ERROR * max(predicted, rounding):
+            return ""
+        root = len(losses) ** 0.5
+        return (
+            f"{NOT_SMOOTH}: it was repeated with weights of {1 - CHANGE:g} and {1 + CHANGE:g} at random, for which the "
+            f"derivatives predict changes of the losses of the queries by {predicted / root:.2g}, root mean square; "
+            f"found changes that differ from these by {error.norm() / root:.2g}. {REMEDY}"
+        )
 
     def save(self, path: Path) -> None:
         tensors = {json.dumps(["adjoint", key]): value for key, value in self.adjoint.items()}
         tensors |= {json.dumps(["scores", epoch]): value for epoch, value in self.scores.items()}
-        tensors |= {json.dumps(["norms", name]): getattr(self, name) for name in ("first", "largest")}
+        tensors |= {json.dumps(["queries", name]): getattr(self, name) for name in ("losses", "first", "largest")}
         write_tensors(path, tensors, {"update": self.update})
 
     @classmethod
@@ -221,11 +277,11 @@ class BackwardState:
         if not path.exists():
             return None
         tensors, description = read_tensors(path)
-        parts: dict[str, dict[Any, Tensor]] = {"adjoint": {}, "scores": {}, "norms": {}}
+        parts: dict[str, dict[Any, Tensor]] = {"adjoint": {}, "scores": {}, "queries": {}}
         for name, value in tensors.items():
             part, key = json.loads(name)
             parts[part][tuple(key) if isinstance(key, list) else key] = value if part == "scores" else value.to(device)
-        return cls(description["update"], parts["adjoint"], parts["scores"], **parts["norms"])
+        return cls(description["update"], parts["adjoint"], parts["scores"], **parts["queries"])
 
 
 def _query_losses(queries: Iterable[Any], step: Step, device: torch.device) -> Iterator[Tensor]:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samplewise.attribution.curvature import DEFAULT_DAMPING
+from samplewise.attribution.curvature import DEFAULT_DAMPING, Curvature
 from samplewise.attribution.ekfac import ekfac
+from samplewise.attribution.gauss_newton import GaussNewton, summary
 from samplewise.attribution.influence import influence
-from samplewise.attribution.metagradient import metagradient
+from samplewise.attribution.metagradient import differentiate
 from samplewise.attribution.ordered_samples import OrderedBatches
 from samplewise.attribution.projected_features import OutputFn, margin
+from samplewise.attribution.run_damping import RunDamping
 from samplewise.attribution.trak import trak
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.state import eval_mode
 from samplewise.core.text import did_you_mean
 from samplewise.dataset_pass import Checkpoint, parameters_kept
-from samplewise.errors import LossesError
+from samplewise.errors import CheckpointError, LossesError
+from samplewise.loop.checkpoint.trained import TrainedModel
 from samplewise.step.step import Step
 
 LOWERS_LOSS = "training on the sample lowers the loss of the query"
@@ -47,7 +50,7 @@ class Task:
     checkpoints: Sequence[Checkpoint]  # (state dict, weight), the newest last
     train: OrderedBatches
     queries: OrderedBatches
-    run: Path  # of the newest checkpoint
+    trained: TrainedModel  # the newest checkpoint
     rerun: Rerun | None
 
 
@@ -57,11 +60,13 @@ class Scores(NamedTuple):
     values    (queries, training samples)
     effect    meaning of a positive score, for the page
     details   settings that the method has used, for attribution.json
+    notes     remarks on the quality of the scores
     """
 
     values: Tensor
     effect: str
     details: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 # --- influence --------------------------------------------------------------------------------------------------------
@@ -72,15 +77,42 @@ def _influence(task: Task) -> Scores:
     return Scores(scores, LOWERS_LOSS, {"weights": [weight for _, weight in task.checkpoints]})
 
 
-def _ekfac(task: Task, damping: float = DEFAULT_DAMPING) -> Scores:
+def _ekfac(task: Task, damping: float | None = None, refine: int | None = None) -> Scores:
     labels: Literal["expected", "data"] = "expected"
     try:
-        curvature = ekfac(task.model, task.loss, task.train, labels=labels)
+        fit = ekfac(task.model, task.loss, task.train, labels=labels)
     except LossesError:  # not a known likelihood, from which labels could be drawn
         labels = "data"
-        curvature = ekfac(task.model, task.loss, task.train, labels=labels)
-    scores = influence(task.model, task.loss, task.train, task.queries, curvature=curvature, damping=damping)
-    return Scores(scores, LOWERS_LOSS, {"damping": damping, "labels": labels})
+        fit = ekfac(task.model, task.loss, task.train, labels=labels)
+    if refine is None:
+        scores = _with_curvature(task, fit, damping)
+        return Scores(scores, LOWERS_LOSS, {"damping": damping or DEFAULT_DAMPING, "labels": labels})
+    run = None
+    if damping is None:
+        with suppress(CheckpointError):  # no rule for its optimizer: the default multiple
+            RunDamping.of(task.trained.path)
+            run = task.trained.path
+    solver = GaussNewton(task.model, task.loss, task.train, fit, refine, damping=damping, run=run)
+    scores = _with_curvature(task, solver, None)
+    stops = solver.stops
+    details = {
+        "refine": refine,
+        "damping": solver.rule,
+        "iterations": max(stop.iterations for stop in stops),
+        "residual": max(stop.residual for stop in stops),
+        "labels": labels,
+    }
+    converged = all(stop.converged for stop in stops)
+    notes = () if converged else (f"The {summary([solver])}. More iterations or damping make it smaller.",)
+    return Scores(scores, LOWERS_LOSS, details, notes)
+
+
+def _passes_of_ekfac(task: Task, refine: int = 0, **_: Any) -> int:
+    return 2 + (1 + refine) * len(task.queries)
+
+
+def _with_curvature(task: Task, curvature: Curvature, damping: float | None) -> Tensor:
+    return influence(task.model, task.loss, task.train, task.queries, curvature=curvature, damping=damping)
 
 
 # --- TRAK -------------------------------------------------------------------------------------------------------------
@@ -132,10 +164,11 @@ def _minus_loss(loss: Any) -> OutputFn:
 def _metagradient(task: Task) -> Scores:
     assert task.rerun is not None  # see `AttributionPlan.results`
     device = next(task.model.parameters()).device
-    derivatives = metagradient(task.run, *task.rerun, task.queries, device=device)
+    derivatives, problem = differentiate(task.trained.run, *task.rerun, task.queries, device=device)
     if derivatives.shape[1] < len(task.rerun.loader.dataset):
         raise ValueError("sw.Indexed must number the samples of the training loader; found other numbers.")
-    return Scores(-derivatives, LOWERS_LOSS, {})
+    notes = (problem[0].upper() + problem[1:],) if problem else ()
+    return Scores(-derivatives, LOWERS_LOSS, {}, notes)
 
 
 # --- table of the methods ---------------------------------------------------------------------------------------------
@@ -146,7 +179,7 @@ class Method:
     """Attribution method.
 
     compute   function of a task and the options
-    passes    number of passes over the training samples; 0 if it shows its own progress
+    passes    largest number of passes over the training samples; 0 if it shows its own progress
     accepts   names of options
     models    largest number of checkpoints that it can use; None: any number
     repeats   whether it repeats the run
@@ -156,7 +189,7 @@ class Method:
     name: str
     title: str
     compute: Callable[..., Scores]
-    passes: Callable[[Task], int]
+    passes: Callable[..., int]  # of a task and the options
     accepts: tuple[str, ...] = ()
     models: int | None = None
     repeats: bool = False
@@ -167,8 +200,8 @@ METHODS = {
     method.name: method
     for method in (
         Method("influence", "TracIn influence", _influence, lambda task: len(task.checkpoints) * len(task.queries)),
-        Method("trak", "TRAK", _trak, lambda task: len(task.checkpoints), accepts=("dim", "damping")),
-        Method("ekfac", "EK-FAC influence", _ekfac, lambda task: 2 + len(task.queries), ("damping",), models=1),
+        Method("trak", "TRAK", _trak, lambda task, **_: len(task.checkpoints), accepts=("dim", "damping")),
+        Method("ekfac", "EK-FAC influence", _ekfac, _passes_of_ekfac, accepts=("damping", "refine"), models=1),
         Method("metagradient", "metagradient", _metagradient, lambda task: 0, models=1, repeats=True),
     )
 }

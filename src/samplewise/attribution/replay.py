@@ -8,6 +8,7 @@ augmentation, dropout, learning rates and windows are those of the run, as after
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from samplewise.core.state import RandomState, seed_everything
 from samplewise.core.text import listed, plural
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.checkpoint import io
-from samplewise.loop.checkpoint.directory import FOLDER, newest_checkpoint, newest_first
+from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints, newest_checkpoint, newest_first
 from samplewise.loop.checkpoint.state import check_compatible, check_trainer_state
 from samplewise.loop.data.resume_check import differences, join_words
 from samplewise.loop.trainer import Trainer
@@ -31,9 +32,11 @@ from samplewise.step.step import Step
 from samplewise.step.update import Update
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.weight import weight
 
 MEMORY = 2**28  # bytes of the records of a segment, by default
 RANDOM_BYTES = 2**15  # of a random state, about
+SAVE_EVERY = 60.0  # seconds between two saves of a pass that only has to be continued
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,11 @@ class Replay:
         directory: Path,
         every: int | None,
         device: str | torch.device,
+        weights: Tensor | None = None,
     ):
-        """final: state in the newest checkpoint of the run. step: new, see `new_step`. samples: of the dataset."""
+        """final: state in the newest checkpoint of the run. step: new, see `new_step`. samples: of the dataset.
+        weights: of these samples, for a run that differs from the recorded one by them; its updates are not recorded
+        """
         self.step = step
         self.updates: int = final["step"]["counters"]["updates"]
         self.records: list[UpdateRecord] = []
@@ -133,28 +139,35 @@ class Replay:
         self._final = final
         self._loader = loader
         self._formula = formula
+        self._weights = weights
         self._directory = directory
         self._every = every
         self._start: Path | None = None  # checkpoint from which the next fit starts; None: the step as it is
+        self._saved = time.monotonic()
         self._progress: Callable[[], None] | None = None  # called after each update of the first pass; None in others
         self._random = RandomState()  # at the start of the run
         self._buffers = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
         self._trainer = Trainer(step, None, [self], device=device, seed=final["trainer"]["seed"], progress=False)
-        windows = step._windows
-        windows._accumulator = RecordingAccumulator(windows._accumulator, self, windows, samples)
+        if weights is None:
+            windows = step._windows
+            windows._accumulator = RecordingAccumulator(windows._accumulator, self, windows, samples)
 
     @property
     def device(self) -> torch.device:
         return self._trainer.device
 
     def first_pass(self, progress: Callable[[], None]) -> None:
-        """Repeat the whole run, or its rest after the newest snapshot, and compare its end with that of the run."""
+        """Repeat the whole run, or its rest after the newest snapshot, and compare its end with that of the run, unless
+        it has other weights.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
         checkpoints = newest_first(self._directory)
         checkpoints += [(update, path) for update, path in newest_first(self._run / FOLDER) if update == 0]
         self._progress = progress
         self._fit(checkpoints[0][1] if checkpoints else None, self.updates)
         self._progress = None
-        self._check_end()
+        if self._weights is None:
+            self._check_end()
 
     def segment(self, update: int) -> list[UpdateRecord]:
         """Records of the segment of the run that ends with this number of updates."""
@@ -191,6 +204,10 @@ class Replay:
             state = io.read_for_rank(self._start)
             check_trainer_state(self._start, state)
             trainer._load(state)
+        if self._weights is not None:  # after the state, in which they are not a setting of the run
+            weights = self._weights.to(next(iter(self.step._evaluator.trained.named.values())))
+            self.step.transforms = [self.step.transforms, weight(weights, index="id")]
+            return
         self.records = []
         self._state = TrainingState.of(self.step, self._formula)
         self._snapshot()
@@ -198,10 +215,15 @@ class Replay:
     def on_update(self, update: Update) -> None:
         if update.skipped:
             return
-        before = self._state
-        self._state = TrainingState.of(self.step, self._formula)
-        self.records.append(UpdateRecord(update.index, self.microbatches, before, self._state))
-        self._snapshot()
+        if self._weights is None:
+            before = self._state
+            self._state = TrainingState.of(self.step, self._formula)
+            self.records.append(UpdateRecord(update.index, self.microbatches, before, self._state))
+            self._snapshot()
+        elif time.monotonic() > self._saved + SAVE_EVERY:  # one snapshot, to continue after an interruption
+            state, rank_state = self._trainer._state(0)
+            Checkpoints(self._directory, keep=1).save(state, self.step.counters.updates, rank_state)
+            self._saved = time.monotonic()
         if self._progress is not None:
             self._progress()
 

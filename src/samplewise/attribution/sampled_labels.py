@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,25 +38,33 @@ REMEDY = (
 
 
 class ExpectedLoss:
-    """Loss function (model, batch) -> losses (B,) of one draw, with random numbers of the generator of the CPU.
+    """Loss function (model, batch) -> losses (B,) of the first draw, with random numbers of the generator of the CPU.
 
-    The second moments of the gradients are to be added over the draws 0, ..., `draws` - 1.
+    The second moments of the gradients are to be added over this draw and the `further_draws`.
     """
 
     def __init__(self, loss_fn: LossFn, labels: Literal["expected", "sampled"]):
         self.loss_fn = loss_fn
         self.labels = labels
         self.batch_constants = constants_of(loss_fn)
-        self.draw = 0
-        self.draws = 1  # for the batch of the last call
+        self._generators: list[torch.Generator | None] = [None] * SIGN_DRAWS
+        self._last: tuple[Likelihood, Tensor] | None = None  # of the last call, with the scale
 
-    def draw_numbers(self) -> Iterator[int]:
-        """Set `draw` to the number of each draw in turn. The caller computes the losses of draw 0 before draw 1."""
-        self.draw = 0
-        self.draws = 1
-        while self.draw < self.draws:
-            yield self.draw
-            self.draw += 1
+    def seed(self, seed: int) -> None:
+        """Seed the generator of the CPU for the first draw of a batch, and those of the others."""
+        torch.manual_seed(seed % 2**63)
+        for draw in range(1, SIGN_DRAWS):
+            self._generators[draw] = torch.Generator().manual_seed((seed + draw * 7_368_787) % 2**63)
+
+    def further_draws(self) -> Iterator[Tensor]:
+        """Losses of the other draws for the batch of the last call, from the same forward pass."""
+        assert self._last is not None
+        likelihood, scale = self._last
+        self._last = None  # frees the graph
+        outputs = likelihood.prediction[0].numel()
+        draws = 1 if self.labels == "sampled" else outputs if outputs <= EXACT_OUTPUTS else SIGN_DRAWS
+        for draw in range(1, draws):
+            yield self._losses(likelihood, scale, draw)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         with captured_output(model) as outputs:
@@ -64,31 +73,30 @@ class ExpectedLoss:
         for likelihood in _likelihoods(prediction, self._labels(batch)):
             scale = _scale(losses, likelihood)
             if scale is not None:
-                return self._losses(likelihood, scale)
+                self._last = likelihood, scale
+                return self._losses(likelihood, scale, 0)
         raise LossesError(
             f"labels={self.labels!r} needs a loss that is a known negative log-likelihood of the model's output: "
             "cross-entropy without label smoothing and class weights, binary cross-entropy with logits, or squared "
             f"errors, as sum or mean over the elements of a sample; found another one. {REMEDY}"
         )
 
-    def _losses(self, likelihood: Likelihood, scale: Tensor) -> Tensor:
+    def _losses(self, likelihood: Likelihood, scale: Tensor, draw: int) -> Tensor:
         if self.labels == "sampled":
             with torch.no_grad():
                 sampled = likelihood.sample()
             # The Fisher matrix is quadratic in the gradients, and the Hessian of the loss linear in the scale.
             return scale.sqrt() * likelihood.losses(sampled)
         prediction = likelihood.prediction
-        outputs = prediction[0].numel()
         with torch.no_grad():
-            if outputs <= EXACT_OUTPUTS:
-                self.draws = outputs
+            if prediction[0].numel() <= EXACT_OUTPUTS:
                 unit = prediction.new_zeros(prediction.shape)  # contiguous, so that the next line changes it
-                unit.view(len(unit), -1)[:, self.draw] = 1
+                unit.view(len(unit), -1)[:, draw] = 1
             else:
-                self.draws = SIGN_DRAWS
-                unit = 2 * torch.randint(2, prediction.shape).to(prediction) - 1
+                signs = torch.randint(2, prediction.shape, dtype=torch.int8, generator=self._generators[draw])
+                unit = signs.to(prediction).mul_(2).sub_(1)
                 scale = scale / SIGN_DRAWS
-            column = scale.sqrt().reshape(-1, *[1] * (prediction.dim() - 1)).to(prediction) * likelihood.root(unit)
+            column = likelihood.root(unit).mul_(scale.sqrt().reshape(-1, *[1] * (prediction.dim() - 1)).to(prediction))
         return (prediction * column).flatten(1).sum(1)
 
     def _labels(self, batch: Any) -> Tensor:
@@ -189,10 +197,15 @@ def _categorical(logits: Tensor, labels: Tensor) -> Likelihood:
     def elements(classes: Tensor) -> Tensor:
         return F.cross_entropy(logits, classes.long(), ignore_index=IGNORE_INDEX, reduction="none")
 
-    def root(unit: Tensor) -> Tensor:
+    @cache
+    def probabilities() -> tuple[Tensor, Tensor]:  # the same in all draws; with their roots
         probability = logits.softmax(1)
-        sqrt = probability.sqrt()
-        return (sqrt * unit - probability * (sqrt * unit).sum(1, keepdim=True)) * counted[:, None]
+        return probability, probability.sqrt()
+
+    def root(unit: Tensor) -> Tensor:
+        probability, sqrt = probabilities()
+        scaled = sqrt * unit
+        return scaled.addcmul_(probability, scaled.sum(1, keepdim=True), value=-1).mul_(counted[:, None])
 
     return Likelihood(logits, labels, elements, sample, root, counted.reshape(len(labels), -1).sum(1))
 

@@ -27,6 +27,7 @@ from samplewise.loop.checkpoint.trained import TrainedModel, run_settings, weigh
 from samplewise.loop.evaluation import OutputRecorder, Target, check_one_per_sample
 
 QUERY_NUMBERS = 2**28  # of gradients of a batch of queries, which EK-FAC holds as rows
+COPIES = 8  # of these rows during conjugate gradients
 RULES = ("wrong", "worst")
 INDICES = re.compile(r"([0-9]+)(?:-([0-9]+))?")  # a part of "0,5,10-20"
 
@@ -173,9 +174,10 @@ class Subject:
         """Scores of a method; raises NonFiniteGradientError if they are not finite."""
         checkpoints = list(zip(self.states, self.weights, strict=True))
         train = self.train.batches()
-        batches = self.validation.batches(queries, self._query_batch_size)
-        task = Task(self.model, self.loss, checkpoints, train, batches, self.run, rerun)
-        passes = method.passes(task)
+        numbers = QUERY_NUMBERS // (COPIES if "refine" in method.options else 1)
+        batches = self.validation.batches(queries, self._query_batch_size(numbers))
+        task = Task(self.model, self.loss, checkpoints, train, batches, self.models[-1], rerun)
+        passes = method.passes(task, **method.options)
         shown = (
             progress(len(train) * passes, "scores, batches of training samples")
             if passes
@@ -184,6 +186,7 @@ class Subject:
         with shown as advance:
             train.on_batch = lambda: advance(1)
             scores = method.compute(task, **method.options)
+        self.notes += scores.notes
         if method.repeats:  # columns for all samples of the dataset
             scores = scores._replace(values=scores.values[:, list(self.train.indices)])
         finite = scores.values.isfinite()
@@ -196,11 +199,10 @@ class Subject:
             )
         return scores
 
-    @property
-    def _query_batch_size(self) -> int:
+    def _query_batch_size(self, numbers: int) -> int:
         """That of training batches, for which the memory of a backward pass suffices; fewer for large models."""
         parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return min(self.train.batch_size, max(1, QUERY_NUMBERS // max(1, parameters)))
+        return min(self.train.batch_size, max(1, numbers // max(1, parameters)))
 
 
 def _classes(outputs: Any, batch: Any) -> dict[str, Tensor] | None:

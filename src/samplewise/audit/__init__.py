@@ -8,11 +8,9 @@ reader        reads the weights of passes, small ones together
 weights       weights of targets, from outputs and the gradient of the loss with respect to them
 records       what is recorded: calls, passes, rows, steps
 totals        weights of an update
-findings      a fault, and what faults are found from
-weight_rules  rules about weights of targets
+findings      a fault, what faults are found from, and what could not be seen
 loop_rules    rules about windows, gradients, modes, schedules and data
-rules         all rules, and their codes
-notes         what could not be seen
+rules         rules about weights of targets; all rules, and their codes
 audit         `sw.audit`, the context manager and its results
 comparison    two audits: an interrupted and an uninterrupted run, or two ways of cutting batches
 script        audit of a training script

@@ -56,7 +56,9 @@ class Accumulation:
         if not changed:
             return Change(reset, set())
         remaining = {key for key in changed if self.parameters[key].grad is not None}
-        if remaining and not any(_has_values(self.parameters[key]) for key in _spread(list(remaining))):
+        gradients = [g for key in remaining if (g := self.parameters[key].grad) is not None]
+        some = gradients[:: max(len(gradients) // CHECKED, 1)]
+        if not any(bool(local_part(gradient.detach()).any()) for gradient in some):
             remaining = set()
         for key in changed - remaining:
             reset.update(self.passes[key])
@@ -111,12 +113,3 @@ def local_part(tensor: Tensor) -> Tensor:
 def _state(p: Tensor) -> State:
     gradient = p.grad
     return None if gradient is None else (id(gradient), local_part(gradient)._version)
-
-
-def _has_values(p: Tensor) -> bool:
-    gradient = p.grad
-    return gradient is not None and bool(local_part(gradient.detach()).any())
-
-
-def _spread(keys: list[int]) -> list[int]:
-    return keys[:: max(len(keys) // CHECKED, 1)]

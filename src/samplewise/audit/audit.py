@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from samplewise.audit.comparison import Comparison, compare
-from samplewise.audit.findings import Evidence, Finding
-from samplewise.audit.notes import notes_of
+from samplewise.audit.findings import Evidence, Finding, notes_of
 from samplewise.audit.observer import Observer
 from samplewise.audit.reader import Losses
 from samplewise.audit.records import RowWeights
@@ -154,12 +153,12 @@ class Audit(Tabular):
         for weights in (weights for p in self._observer.updates.passes for weights in p.weights):
             weights.rank = rank
         totals = update_totals(self._observer.updates.steps, self._observer.updates.passes)
-        own = [[part for slot in total.slots.values() for part in slot.parts] for total in totals]
+        parts_of_rank = [[part for slot in total.slots.values() for part in slot.parts] for total in totals]
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, parts_of_rank)
         others = [rows for r, rows in enumerate(gathered) if r != rank]
         self._of_ranks = [[part for rows in others for part in rows[k]] for k in range(min(map(len, gathered)))]
-        self._of_ranks += [[]] * (len(own) - len(self._of_ranks))
+        self._of_ranks += [[]] * (len(parts_of_rank) - len(self._of_ranks))
 
     # --- results -----------------------------------------------------------------------------------------------------
 
@@ -228,9 +227,9 @@ class Audit(Tabular):
         if unknown:
             which = "" if unknown == len(self.sums) else f" of {unknown} of {len(self.sums)} updates"
             return f"no fault found; weights{which} cannot be seen"
-        known = [slot for total in self._totals for slot in total.known]
+        slots = [slot for total in self._totals for slot in total.known]
         units = {"target": "token", "sample": "sample"}
-        equal = next((noun for noun, unit in units.items() if all(slot.equal(unit) for slot in known)), None)
+        equal = next((noun for noun, unit in units.items() if all(slot.equal(unit) for slot in slots)), None)
         if equal is None or any(len(total.known) > 1 for total in self._totals):
             return "no fault found"
         return f"no fault found: every {equal} has the same weight"
@@ -303,7 +302,7 @@ class Audit(Tabular):
                     "microbatches": len(t.passes),
                     "samples": t.samples,
                     "targets": t.targets,
-                    "sum": None if isnan(t.total) else t.total,
+                    "sum": _finite(t.total),
                     "low": _finite(min((s.low for s in t.known), default=nan)),
                     "high": _finite(max((s.high for s in t.known), default=nan)),
                     "rates": list(t.step.rates),
@@ -365,21 +364,22 @@ def _chosen(totals: list[UpdateTotal], marks: dict[int, list[str]]) -> list[Upda
 
 
 def _cells(total: UpdateTotal, marks: list[str]) -> tuple[str, ...]:
-    known = total.known
+    slots = total.known
     # With factors of classes, the weights of a class whose factor is the mean one.
-    low = min((slot.low * slot.size / max(slot.targets, 1) for slot in known), default=nan)
-    high = max((slot.high * slot.size / max(slot.targets, 1) for slot in known), default=nan)
+    low = min((slot.low * slot.size / max(slot.targets, 1) for slot in slots), default=nan)
+    high = max((slot.high * slot.size / max(slot.targets, 1) for slot in slots), default=nan)
     spread = f"{low:.4g}" if abs(low - high) <= 1e-5 * abs(high) else f"{low:.4g} to {high:.4g}"
     return (
         str(total.step.number + 1),
         str(len(total.passes)),
         str(total.samples),
-        str(total.targets) if known else "?",
-        f"{total.total:.6g}" if known else "?",
-        spread if known else "?",
+        str(total.targets) if slots else "?",
+        f"{total.total:.6g}" if slots else "?",
+        spread if slots else "?",
         ", ".join(dict.fromkeys(marks)),
     )
 
 
 def _finite(value: float) -> float | None:
+    """The number, or None for NaN, which JSON does not have."""
     return None if isnan(value) else value

@@ -125,11 +125,11 @@ class Calls:
         asleep = tuple(modules_in_eval_mode([module])) if is_new or not module.training else ()
         reads = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (*args, *kwargs.values()))
         labels = self._labels_of(args, kwargs)
-        known = None if inputs is None else (inputs, inputs._version)
+        versioned_inputs = None if inputs is None else (inputs, inputs._version)
         if is_new:
             self.batch_norm += [f"{type(module).__name__}.{name}" for name in mixing_batch_norms([module])]
             self._ranks[id(module)] = self._number_of_ranks(module)
-        call = Call(site, module, self._ranks[id(module)], samples, known, labels, asleep, reads)
+        call = Call(site, module, self._ranks[id(module)], samples, versioned_inputs, labels, asleep, reads)
         has_loss = False
         for path, z in tensors[:LEAVES]:
             self._watch_output(Output(call, Slot(site, ".".join(map(str, path)), number), z.detach(), z._version), z)

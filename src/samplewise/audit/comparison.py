@@ -50,9 +50,9 @@ def compare(first: Summary, second: Summary) -> Comparison:
     first_of: dict[str, str] = {}  # sentence about the first update that differs in this way
     rows = []
     for a, b in pairs:
-        cells, found = _compare_updates(a, b)
+        cells, differences_of_update = _compare_updates(a, b)
         rows.append(cells)
-        for kind, sentence in found:
+        for kind, sentence in differences_of_update:
             kinds[kind] += 1
             first_of.setdefault(kind, sentence)
     differences = [f"{sentence} ({plural(kinds[kind], 'update')} of this kind)" for kind, sentence in first_of.items()]
@@ -66,13 +66,13 @@ def compare(first: Summary, second: Summary) -> Comparison:
 
 def _compare_updates(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
     """Cells of the table, and (kind, sentence) of each difference."""
-    found: list[tuple[str, str]] = []
+    differences: list[tuple[str, str]] = []
     number = a["update"]
     samples = Counter(a["ids"]), Counter(b["ids"])
     if samples[0] != samples[1]:
         missing = sum((samples[0] - samples[1]).values())
         more = sum((samples[1] - samples[0]).values())
-        found.append(
+        differences.append(
             (
                 "samples",
                 f"update {number} has other samples in the second run: {missing} of the first are missing there, and "
@@ -81,14 +81,14 @@ def _compare_updates(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[
         )
     largest = _weight_difference(a, b)
     if largest is not None and largest > TOLERANCE:
-        found.append(
+        differences.append(
             ("weights", f"in update {number}, a sample's weight differs by {largest:.3g} of the largest weight.")
         )
     if a["rates"] != b["rates"]:
-        found.append(("learning rate", f"update {number} has learning rates {a['rates']} and {b['rates']}."))
+        differences.append(("learning rate", f"update {number} has learning rates {a['rates']} and {b['rates']}."))
     norms = a["norm"], b["norm"]
     if None not in norms and abs(norms[0] - norms[1]) > TOLERANCE * max(map(abs, norms)):
-        found.append(("norm", f"the gradient of update {number} has norm {norms[0]:.6g} and {norms[1]:.6g}."))
+        differences.append(("norm", f"the gradient of update {number} has norm {norms[0]:.6g} and {norms[1]:.6g}."))
     sums = [f"{total['sum']:.6g}" if total["sum"] is not None else "?" for total in (a, b)]
     cells = (
         str(number),
@@ -96,9 +96,9 @@ def _compare_updates(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[
         _both(*sums),
         "?" if largest is None else "0" if largest < ROUNDING else f"{largest:.2g}",
         _both(*("?" if norm is None else f"{norm:.5g}" for norm in norms)),
-        ", ".join(kind for kind, _ in found),
+        ", ".join(kind for kind, _ in differences),
     )
-    return cells, found
+    return cells, differences
 
 
 def _weight_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:

@@ -31,13 +31,13 @@ def first_window(evidence: Evidence) -> Iterator[Finding]:
 
 
 def unapplied(evidence: Evidence) -> Iterator[Finding]:
-    left = [p for p in evidence.lost() if not p.erased]
-    if left and evidence.complete and evidence.totals:
+    rest = [p for p in evidence.lost() if not p.erased]
+    if rest and evidence.complete and evidence.totals:
         yield Finding(
             "unapplied",
-            f"every gradient must be applied; found that training ended with {microbatches(len(left))} after the last "
+            f"every gradient must be applied; found that training ended with {microbatches(len(rest))} after the last "
             "optimizer.step(). Make an update at the end of each epoch, and divide by the size of that window.",
-            first_site(left),
+            first_site(rest),
         )
 
 
@@ -174,16 +174,16 @@ def not_connected(evidence: Evidence) -> Iterator[Finding]:
     if not empty or any(p.erased for p in observer.updates.passes):
         return
     if observer.calls.without_graph and not observer.calls.number:
-        seen = "the outputs of the model have no graph: look for torch.no_grad(), inference_mode() or frozen parameters"
+        hint = "the outputs of the model have no graph: look for torch.no_grad(), inference_mode() or frozen parameters"
     elif observer.calls.without_graph:
-        seen = "some outputs of the model have no graph: look for torch.no_grad() around the loss"
+        hint = "some outputs of the model have no graph: look for torch.no_grad() around the loss"
     else:
-        seen = "look for detach(), .data, .item(), a copied model, or a loss that is computed from other values"
+        hint = "look for detach(), .data, .item(), a copied model, or a loss that is computed from other values"
     yield Finding(
         "not-connected",
         f"a backward pass must reach the parameters of the optimizer before its step; found none before update "
         f"{number(empty[0])} ({plural(len(empty), 'update')} of this kind): the parameters do not change, or only by "
-        f"weight decay and momentum. The loss is not connected to the model: {seen}.",
+        f"weight decay and momentum. The loss is not connected to the model: {hint}.",
         str(empty[0].step.site),
         numbers(empty),
     )

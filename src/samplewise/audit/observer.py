@@ -44,8 +44,24 @@ class Observer:
         self._handles: list[Any] = []
 
     def start(self) -> None:
+        # In compiled code the hooks do nothing, and Dynamo leaves them out: the condition is a constant there.
+        def before(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.calls.before()
+
+        def after(module: nn.Module, args: Any, *results: Any) -> None:
+            if not torch.compiler.is_compiling():
+                call = self.calls.after(module, args, results)
+                if call is not None:
+                    self.guard(self.calls.record, *call)
+
         self._handles = [
-            *self._hook_modules(),
+            *(
+                (
+                    register_module_forward_pre_hook(before),
+                    register_module_forward_hook(after, with_kwargs=True, always_call=True),
+                )
+            ),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -74,23 +90,6 @@ class Observer:
         self._reader.discard()
         self.calls.release()
         self.updates.release()
-
-    def _hook_modules(self) -> Sequence[Any]:
-        # In compiled code the hooks do nothing, and Dynamo leaves them out: the condition is a constant there.
-        def before(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.calls.before()
-
-        def after(module: nn.Module, args: Any, *results: Any) -> None:
-            if not torch.compiler.is_compiling():
-                call = self.calls.after(module, args, results)
-                if call is not None:
-                    self.guard(self.calls.record, *call)
-
-        return (
-            register_module_forward_pre_hook(before),
-            register_module_forward_hook(after, with_kwargs=True, always_call=True),
-        )
 
     def _on_gradient(self, output: Output, g: Tensor) -> None:
         if self._handles and not observation.is_hidden():  # after the audit, the output may be alive

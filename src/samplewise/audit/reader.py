@@ -238,7 +238,7 @@ class Reader:
         if targets.base is None and targets.classes is not None and (uneven or slot in self._has_class_weights):
             labels = targets.classes.reshape(weights.shape)
             classes = [_class_weights(*tensors, tolerance) for tensors in zip(weights, labels, enters, strict=True)]
-            if any(known and len(known) > 1 for known in classes):
+            if any(class_weights and len(class_weights) > 1 for class_weights in classes):
                 self._has_class_weights.add(slot)
         return [
             RowWeights(
@@ -251,11 +251,11 @@ class Reader:
                 high=last if last > -torch.inf else 0.0,
                 size=size,
                 tolerance=tolerance,
-                classes=known,
+                classes=class_weights,
                 elements=targets.elements,
                 microbatch=entry.current.number,
             )
-            for entry, row_sums, row_counts, first, last, size, known in zip(
+            for entry, row_sums, row_counts, first, last, size, class_weights in zip(
                 group,
                 weights.sum(2).tolist(),
                 enters.sum(2).tolist(),
@@ -273,10 +273,10 @@ class Reader:
             current.weights = []
         calls = [output.call for output, _ in current.outputs if output.call.samples]
         current.samples = calls[-1].samples or [] if calls else []
-        known = {weights.slot for weights in current.weights}
-        current.has_other_losses = _has_other_losses(current, known)
+        slots = {weights.slot for weights in current.weights}
+        current.has_other_losses = _has_other_losses(current, slots)
         with_rows = [entry for entry in current.outputs if entry[0].z.dim() and entry[0].criterion is None]
-        if not known and with_rows and current.finite:  # the last output is the one closest to the loss
+        if not slots and with_rows and current.finite:  # the last output is the one closest to the loss
             output, g = with_rows[-1]
             current.comparison = reading.compared_with_mean(output.z, g)
             entry = Entry(current, output, g)
@@ -310,17 +310,17 @@ def _class_weights(
     return values if repeated and len(values) <= CLASSES else None
 
 
-def _has_other_losses(current: Pass, known: set[Slot]) -> bool:
+def _has_other_losses(current: Pass, slots: set[Slot]) -> bool:
     """True if an output that is no input of those with known weights got a gradient. Autograd comes to outputs in the
     reverse order of their computation: the inputs of an output come after it.
     """
-    calls = {id(output.call) for output, _ in current.outputs if output.slot in known}
-    fused = {id(output.call) for output, _ in current.outputs if output.slot in known and output.is_log_prob}
+    calls = {id(output.call) for output, _ in current.outputs if output.slot in slots}
+    fused = {id(output.call) for output, _ in current.outputs if output.slot in slots and output.is_log_prob}
     first = True
     for output, _ in current.outputs:
         if not output.z.dim() or id(output.call) in fused:
             continue  # the loss of the model, or what it is computed from
-        if output.slot in known:
+        if output.slot in slots:
             first = False
         elif first or (id(output.call) in calls and output.slot.name.partition(".")[0] not in INNER_OUTPUTS):
             return True

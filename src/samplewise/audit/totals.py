@@ -106,11 +106,8 @@ class UpdateTotal:
         """Number of samples, of all ranks if their weights are known."""
         on_this_rank = sum(len(p.samples) for p in self.passes)
         rows = max((sum(len(part.sums) for part in slot.parts) for slot in self.slots.values()), default=0)
-        return rows if self.has_ranks or not on_this_rank else on_this_rank
-
-    @property
-    def has_ranks(self) -> bool:
-        return any(part.rank for slot in self.slots.values() for part in slot.parts)
+        has_ranks = any(part.rank for slot in self.slots.values() for part in slot.parts)
+        return rows if has_ranks or not on_this_rank else on_this_rank
 
     @property
     def known(self) -> list[SlotTotal]:

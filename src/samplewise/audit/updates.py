@@ -97,7 +97,13 @@ class Updates:
     def _begin_pass(self, guarded: Callable[..., None]) -> None:
         """A backward pass has come to its first output: nothing was accumulated yet."""
         if not self._has_searched:
-            self._search()
+            # Find schedulers and optimizers. Torch keeps no list of them.
+            self._has_searched = True
+            living = living_objects(LRScheduler, Optimizer)
+            self.schedulers = living[LRScheduler]
+            if self._all_models:
+                for optimizer in living[Optimizer]:
+                    self._watch_optimizer(optimizer)
         self._note_other_update()
         self._early = self._look()
         self._pass = Pass(len(self.passes), self._rates(), self._step is not None, observation.is_shown())
@@ -175,15 +181,6 @@ class Updates:
         used = [s for s in self._scalers if s.is_enabled() and s._scale is not None]
         return any(s._get_growth_tracker() == 0 for s in used)
 
-    def _search(self) -> None:
-        """Find schedulers and optimizers. Torch keeps no list of them."""
-        self._has_searched = True
-        living = living_objects(LRScheduler, Optimizer)
-        self.schedulers = living[LRScheduler]
-        if self._all_models:
-            for optimizer in living[Optimizer]:
-                self._watch_optimizer(optimizer)
-
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
@@ -230,12 +227,12 @@ class Updates:
         calls: set[int] = set()
         numbers = set()
         for unused in self._unused:
-            own = {id(output.call) for output, _ in unused.outputs}
-            if own <= calls:
+            calls_of_pass = {id(output.call) for output, _ in unused.outputs}
+            if calls_of_pass <= calls:
                 if not unused.shown and _is_repeated(unused, self._unused[0]):
                     self.repeated[step.number] = self.repeated.get(step.number, 1) + 1
                 continue
-            calls |= own
+            calls |= calls_of_pass
             unused.reached = keys
             self._append(unused)
             numbers.add(unused.number)
@@ -274,7 +271,7 @@ class Updates:
         return sum(factors) / len(factors)
 
     def _is_relevant(self, optimizer: Optimizer) -> bool:
-        if any(optimizer is known for known in self.optimizers):
+        if any(optimizer is candidate for candidate in self.optimizers):
             return True
         if not self._all_models and not _parameters(optimizer) & self.accumulation.parameters.keys():
             self.other_optimizers += 1

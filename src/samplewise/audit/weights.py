@@ -119,20 +119,14 @@ def _kind_of_rows(z: Tensor, g: Tensor, dim: int) -> Kind | None:
     if p.shape[1] > 2 and float((p.std(1) / p.mean(1)).median()) < SPREAD:
         return None  # equal logits, as of a head that begins with zeros: with smoothing, gradients are the same
     smoothing = 0.0
-    _, label, error = _best_labels(logits, rows, smoothing, tolerance)
+    weights, label, error = _best_labels(logits, rows, smoothing, tolerance)
     if error.max() > tolerance:
-        estimate = _smoothing_of(p, rows)
-        if estimate is None:
-            return None
-        smoothing = estimate
-        _, label, error = _best_labels(logits, rows, smoothing, tolerance)
-        if error.max() > tolerance:
-            return None
-    if p.shape[1] == 2:
-        # One number for each row: any weight explains it. Equal weights of rows with different logits are evidence.
-        weights = _best_labels(logits, rows, smoothing, tolerance)[0]
-        if _spread_of_classes(weights, label, p[:, 0]) > tolerance:
-            return None
+        smoothing = _smoothing_of(p, rows) or 0.0
+        weights, label, error = _best_labels(logits, rows, smoothing, tolerance)
+    # With two classes there is one number for each row, which any weight explains. Equal weights of rows with different
+    # logits are evidence.
+    if error.max() > tolerance or (p.shape[1] == 2 and _spread_of_classes(weights, label, p[:, 0]) > tolerance):
+        return None
     return Kind(CROSS_ENTROPY, dim, smoothing)
 
 
@@ -183,14 +177,14 @@ def _softmax_weights(z: Tensor, g: Tensor, smoothing: float) -> tuple[Tensor, Te
     g_label, g_other, g_third = g.gather(1, chosen).double().unbind(1)
     # Two entries give the weight. With smoothing e and s = e / V, both have w s less than the softmax.
     ratio = (z_label - z_other).exp()
-    kept = 1 - smoothing + share * (1 - ratio)
-    weights = (g_other * ratio - g_label) / kept
+    divisor = 1 - smoothing + share * (1 - ratio)
+    weights = (g_other * ratio - g_label) / divisor
     expected = (g_other + weights * share) * (z_third - z_other).exp() - weights * share
     errors = (g_third - expected).abs() / g_other.abs().clamp(min=1e-300)
     if classes == 2:  # there is no third entry
         errors = torch.zeros_like(errors)
     # Rows in which the label is not certain, or its entry is lost in rounding: all entries are needed.
-    clear = (low.double() < -1.02 * high.double()) & (-g_label > CLEAR * weights.abs()) & (kept.abs() > 0.1)
+    clear = (low.double() < -1.02 * high.double()) & (-g_label > CLEAR * weights.abs()) & (divisor.abs() > 0.1)
     clear &= errors <= tolerance_of(z)
     unclear = (active & ~clear).nonzero()[:, 0]
     if len(unclear):
@@ -268,9 +262,9 @@ def _binary_cross_entropy(z: Tensor, g: Tensor) -> Targets:
     certain = torch.where(labels == 0, z > UNDERFLOW, z < SATURATED)
     error = _spread_of_classes(weights[certain], labels[certain], p[certain])
     for label in (0, 1):
-        known = weights[certain & (labels == label) & (weights != 0)]
-        if len(known):
-            weights = torch.where(~certain & (labels == label), known.median(), weights)
+        typical = weights[certain & (labels == label) & (weights != 0)]
+        if len(typical):
+            weights = torch.where(~certain & (labels == label), typical.median(), weights)
     if not bool((certain | (weights != 0)).all()):
         error = torch.inf
     return Targets(weights, labels, None, error, FULL_TOLERANCE, elements=weights.shape[1])

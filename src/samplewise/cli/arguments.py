@@ -58,11 +58,15 @@ def device_named(name: str) -> torch.device:
     """The device for the value of --device; raises typer.BadParameter if torch cannot use it."""
     import torch
 
+    from samplewise.core.memory import device_function
     from samplewise.parallel.launch import resolve_device
 
     try:
         device = resolve_device(name)
         torch.empty(0, device=device)
+        choose = None if device.index is None else device_function(device, "set_device")
+        if choose is not None:
+            choose(device)  # for functions that refer to the current device
     except (RuntimeError, AssertionError) as why:  # AssertionError: torch was built without this backend
         reason = str(why).strip().splitlines()[0]
         raise typer.BadParameter(
@@ -74,9 +78,9 @@ def device_named(name: str) -> torch.device:
 def check_one_of(**options: object) -> None:
     """Raise typer.BadParameter unless exactly one of two options, name -> value, is given."""
     names = [f"--{name.replace('_', '-')}" for name in options]
-    given = [value is not None for value in options.values()]
-    if sum(given) != 1:
-        count = "both" if any(given) else "neither"
+    flags = [value is not None for value in options.values()]
+    if sum(flags) != 1:
+        count = "both" if any(flags) else "neither"
         raise typer.BadParameter(f"give one of {' and '.join(names)}; found {count}.", param_hint=names[0])
 
 

@@ -14,12 +14,8 @@ from samplewise.cli.recipe_source import read_source, shortened
 from samplewise.core.files import absolute
 from samplewise.core.text import did_you_mean
 
-METHODS = (
-    "influence",
-    "trak",
-    "ekfac",
-    "metagradient",
-)  # names of the methods of sw.attribution.attribute, which imports torch
+# Names of the methods of sw.attribution.attribute, which imports torch.
+METHODS = ("influence", "trak", "ekfac", "metagradient")
 QUERIES = re.compile(r"worst|wrong|\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*")
 
 
@@ -67,7 +63,18 @@ def attribute(
         float | None,
         typer.Option(
             metavar="X",
-            help="With trak and ekfac: multiple of the mean eigenvalue that is added to the eigenvalues. Default: 0.1.",
+            help="With trak and ekfac: multiple of the mean eigenvalue that is added to the eigenvalues. Default: 0.1; "
+            "with --refine, that of a run with SGD, otherwise 10.",
+            show_default=False,
+        ),
+    ] = None,
+    refine: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With ekfac: at most N iterations of conjugate gradients, each a pass over the training samples. "
+            "Default: none.",
             show_default=False,
         ),
     ] = None,
@@ -106,20 +113,11 @@ def attribute(
     from samplewise.errors import CheckpointError
 
     target = device_named(device)
-    with bad_parameters(options=("run", "checkpoints", "dim", "damping", "trust")):
+    with bad_parameters(options=("run", "checkpoints", "dim", "damping", "refine", "trust")):
         try:
-            plan = AttributionPlan(
-                run or [Path("runs") / recipe.stem],
-                queries=queries,
-                limit=limit,
-                method=method,
-                checkpoints=checkpoints,
-                dim=dim,
-                damping=damping,
-                top=top,
-                trust=trust,
-                recipe=str(recipe),
-            )
+            runs = run or [Path("runs") / recipe.stem]
+            options = {"dim": dim, "damping": damping, "refine": refine}
+            plan = AttributionPlan(runs, queries, limit, method, options, checkpoints, top, trust, str(recipe))
         except CheckpointError as why:
             raise typer.BadParameter(str(why), param_hint="--run") from why
     directory = _writable(plan.run / "attribution" if to is None else absolute(to))

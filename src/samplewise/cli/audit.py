@@ -66,10 +66,10 @@ def audit(
             raise typer.BadParameter("must be used at least twice; found one.", param_hint="--vary")
         if to is not None:
             raise typer.BadParameter("cannot be combined with --vary.", param_hint="--to")
-        own = ["--per", per] if per else []
-        own += ["--max-updates", str(max_updates)] if max_updates else []
-        own += [word for code in allow or () for word in ("--allow", code)]
-        _compare([*own, "--", str(script), *context.args], vary)
+        options = ["--per", per] if per else []
+        options += ["--max-updates", str(max_updates)] if max_updates else []
+        options += [word for code in allow or () for word in ("--allow", code)]
+        _compare([*options, "--", str(script), *context.args], vary)
         return
     from samplewise.audit.script import audit_script
 

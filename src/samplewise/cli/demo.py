@@ -41,11 +41,28 @@ def run_demo() -> None:
     trainer.fit(loader, validate=DataLoader(TensorDataset(*validation), batch_size=256), epochs=EPOCHS)
 
     visits = sw.read_ledger(run)
-    show_ledger(visits)
+    print(f"\nLedger: {len(visits):,} visits with the columns {', '.join(visits.column_names)}. The last three:")
+    last = visits.slice(len(visits) - 3).select(["id", "epoch", "loss", "norm", "margin"]).to_pylist()
+    print("  sample  epoch   loss   norm  margin")
+    for row in last:
+        print(f"{row['id']:8}{row['epoch']:7}{row['loss']:7.2f}{row['norm']:7.2f}{row['margin']:8.2f}")
     suspects = sw.suspects(visits)
-    show_suspects(suspects, y, wrong)
-    show_precision(suspects, wrong)
-    show_noise(noise)
+    print(f"\nMost suspicious samples by mean {' and '.join(suspects.score_names)} over all visits")
+    print("  sample  label   loss   norm  margin")
+    for row in suspects.order[:8].tolist():
+        i = int(suspects.ids[row])
+        scores = {name: s[row].item() for name, s in suspects.scores.items()}
+        mark = "  wrong label" if wrong[i] else ""
+        print(f"{i:8}{int(y[i]):7}{scores['loss']:7.2f}{scores['norm']:7.2f}{-scores['margin']:8.2f}{mark}")
+    print("\nShare of wrong labels among the k most suspicious samples")
+    print("       k   by margin   by norm   by loss   by chance")
+    rankings = [wrong[suspects.ids[suspects.scores[by].argsort(descending=True)]] for by in ("margin", "norm", "loss")]
+    for k in (20, 50, int(wrong.sum())):
+        margin, norm, loss = (ranked[:k].float().mean() for ranked in rankings)
+        print(f"{k:8}{margin:12.0%}{norm:10.0%}{loss:10.0%}{wrong.float().mean():12.0%}")
+    estimate = noise.value
+    text = f"{estimate.scale:,.0f} samples" if estimate.signal > 0 else "unknown, the noise hides the signal"
+    print(f"\nGradient noise scale at the end: {text}; the batch size is {BATCH}.")
     show_cost(model, x, y)
     try:
         from samplewise.report.page import write_report
@@ -77,39 +94,6 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Batch]:
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-def show_ledger(visits: Any) -> None:
-    print(f"\nLedger: {len(visits):,} visits with the columns {', '.join(visits.column_names)}. The last three:")
-    last = visits.slice(len(visits) - 3).select(["id", "epoch", "loss", "norm", "margin"]).to_pylist()
-    print("  sample  epoch   loss   norm  margin")
-    for row in last:
-        print(f"{row['id']:8}{row['epoch']:7}{row['loss']:7.2f}{row['norm']:7.2f}{row['margin']:8.2f}")
-
-
-def show_suspects(suspects: Any, y: Tensor, wrong: Tensor) -> None:
-    print(f"\nMost suspicious samples by mean {' and '.join(suspects.score_names)} over all visits")
-    print("  sample  label   loss   norm  margin")
-    for row in suspects.order[:8].tolist():
-        i = int(suspects.ids[row])
-        scores = {name: s[row].item() for name, s in suspects.scores.items()}
-        mark = "  wrong label" if wrong[i] else ""
-        print(f"{i:8}{int(y[i]):7}{scores['loss']:7.2f}{scores['norm']:7.2f}{-scores['margin']:8.2f}{mark}")
-
-
-def show_precision(suspects: Any, wrong: Tensor) -> None:
-    print("\nShare of wrong labels among the k most suspicious samples")
-    print("       k   by margin   by norm   by loss   by chance")
-    rankings = [wrong[suspects.ids[suspects.scores[by].argsort(descending=True)]] for by in ("margin", "norm", "loss")]
-    for k in (20, 50, int(wrong.sum())):
-        margin, norm, loss = (ranked[:k].float().mean() for ranked in rankings)
-        print(f"{k:8}{margin:12.0%}{norm:10.0%}{loss:10.0%}{wrong.float().mean():12.0%}")
-
-
-def show_noise(noise: sw.NoiseScale) -> None:
-    estimate = noise.value
-    text = f"{estimate.scale:,.0f} samples" if estimate.signal > 0 else "unknown, the noise hides the signal"
-    print(f"\nGradient noise scale at the end: {text}; the batch size is {BATCH}.")
 
 
 def show_cost(model: nn.Module, x: Tensor, y: Tensor) -> None:

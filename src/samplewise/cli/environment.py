@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
-from pathlib import Path
 
 import torch
 
-from samplewise.core.memory import accelerator, device_name
+from samplewise.core.memory import accelerator, device_name, processor_name
 from samplewise.core.package import UNKNOWN, installed_version
 
 OMITTED = ("demo", "dev")  # extras that consist of others, and of the tools of the tests
@@ -37,18 +36,9 @@ def _system() -> Iterator[tuple[str, str]]:
     yield "torch", torch.__version__
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "platform", platform.platform()
-    yield "CPU", f"{_processor()}, {os.cpu_count()} logical cores, {torch.backends.cpu.get_cpu_capability()}"
+    yield "CPU", f"{processor_name()}, {os.cpu_count()} logical cores, {torch.backends.cpu.get_cpu_capability()}"
     yield "threads", f"{torch.get_num_threads()} (torch)"
     yield "device", _device()
-
-
-def _processor() -> str:
-    """Return the model of the processor. On Linux, platform.processor() is often empty."""
-    with suppress(OSError):
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if match:
-            return match[1]
-    return platform.processor() or platform.machine()
 
 
 def _device() -> str:

@@ -23,6 +23,7 @@ except ImportError:
 
 from samplewise.cli import audit
 from samplewise.cli.attribute import attribute
+from samplewise.cli.bench import bench
 from samplewise.cli.doctor import doctor
 from samplewise.cli.privacy import privacy
 from samplewise.cli.recipe_source import RecipeError
@@ -122,6 +123,7 @@ def _about(
 
 app.command(cls=TrainCommand)(train)
 app.command()(doctor)
+app.command()(bench)
 app.command()(report)
 app.command()(replay)
 app.command()(attribute)

@@ -70,7 +70,21 @@ class Recipe:
         self._module = _load(path, source)
         self._definitions = read_definitions(source)
         self._model_has_loss = False  # known when `loss` is called
-        self._check_names()
+        # Raise RecipeError if a required name is missing, or if a name is a near miss of one that the recipe lacks.
+        missing = [name for name in ARGUMENTS if not self.defines(name)]
+        near_misses = self._definitions.near_misses(missing)
+        for name, description in REQUIRED.items():
+            if name in missing:
+                near = near_misses.get(name)
+                question = f" Did you mean {near}, in line {self._definitions.lines[near]}?" if near else ""
+                raise RecipeError(
+                    f"{self.path}: a recipe must have a function {name}() that {description}; found none.{question}"
+                )
+        for name, near in near_misses.items():
+            raise RecipeError(
+                f"{self._location(near)}: {near} is not a name of a recipe and would be ignored; did you mean {name}? "
+                "Rename it, or begin its name with an underscore if it is not part of the recipe."
+            )
         for name in filter(self.defines, ARGUMENTS):
             self._check_function(name)
 
@@ -171,23 +185,6 @@ class Recipe:
                 explained.add_note(note)
             return explained
         return error
-
-    def _check_names(self) -> None:
-        """Raise RecipeError if a required name is missing, or if a name is a near miss of one that the recipe lacks."""
-        missing = [name for name in ARGUMENTS if not self.defines(name)]
-        near_misses = self._definitions.near_misses(missing)
-        for name, description in REQUIRED.items():
-            if name in missing:
-                near = near_misses.get(name)
-                question = f" Did you mean {near}, in line {self._definitions.lines[near]}?" if near else ""
-                raise RecipeError(
-                    f"{self.path}: a recipe must have a function {name}() that {description}; found none.{question}"
-                )
-        for name, near in near_misses.items():
-            raise RecipeError(
-                f"{self._location(near)}: {near} is not a name of a recipe and would be ignored; did you mean {name}? "
-                "Rename it, or begin its name with an underscore if it is not part of the recipe."
-            )
 
     def _check_function(self, name: str) -> None:
         """Raise RecipeError unless this name is a function with the right number of arguments; `loss` may be a

@@ -81,8 +81,23 @@ def check_recipe(path: Path, source: bytes, device: torch.device, verbose: bool)
         _compare_gradients(recipe_check)
         recipe_check.model.to(device)
         recipe_check.batch = to_device(recipe_check.batch, device)
-        _plan(recipe_check, verbose)
-        _first_update(recipe_check, device)
+        # Plan the gradients of a batch. With `verbose`, also measure the stages of the plan.
+        with _problems_collected(recipe_check), slow_notice("planning"), random_state_restored():
+            model, _, loss = recipe_check.fresh_copy()
+            losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
+            g = gradients(losses, model)
+            recipe_check.details.append(f"Gradient plan\n{plan_table(g)}")
+            times = (
+                time_profile(g, lambda: per_sample(as_loss_fn(loss)(model, recipe_check.batch))) if verbose else None
+            )
+            if times is not None:
+                recipe_check.details.append(f"Where the time goes\n{times.table}")
+        for name, transforms in recipe_check.updates.items():
+            with _problems_collected(recipe_check, name), slow_notice(f"one update, {name}"):
+                model, optimizer, loss = recipe_check.fresh_copy()
+                step = Step(model, optimizer, loss, transforms=transforms)
+                step(recipe_check.batch)
+        _validate(recipe_check, device)
 
         if problems:
             typer.echo(f"Not ready for training: {plural(len(problems), 'problem')}.")
@@ -152,27 +167,6 @@ def _compare_gradients(recipe_check: RecipeCheck) -> None:
             recipe_check.problems[str(result.refusal)] = "refused"
         elif not result.ok:
             recipe_check.problems[f"do not rely on per-sample gradients of this model. {result}"] = "wrong"
-
-
-def _plan(recipe_check: RecipeCheck, verbose: bool) -> None:
-    """Plan the gradients of a batch. With `verbose`, also measure the stages of the plan."""
-    with _problems_collected(recipe_check), slow_notice("planning"), random_state_restored():
-        model, _, loss = recipe_check.fresh_copy()
-        losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
-        g = gradients(losses, model)
-        recipe_check.details.append(f"Gradient plan\n{plan_table(g)}")
-        times = time_profile(g, lambda: per_sample(as_loss_fn(loss)(model, recipe_check.batch))) if verbose else None
-        if times is not None:
-            recipe_check.details.append(f"Where the time goes\n{times.table}")
-
-
-def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
-    for name, transforms in recipe_check.updates.items():
-        with _problems_collected(recipe_check, name), slow_notice(f"one update, {name}"):
-            model, optimizer, loss = recipe_check.fresh_copy()
-            step = Step(model, optimizer, loss, transforms=transforms)
-            step(recipe_check.batch)
-    _validate(recipe_check, device)
 
 
 def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:

@@ -65,17 +65,13 @@ class GuardedStream:
         try:
             yield
         except OSError as why:
-            _discard(self._stream)
+            # Redirect a stream to the null device; otherwise the interpreter fails to flush it at exit.
+            with suppress(OSError, ValueError):  # the stream has no file descriptor
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
             if self._required:
                 raise OutputError(why) from why
-
-
-def _discard(stream: Any) -> None:
-    """Redirect a stream to the null device; otherwise the interpreter fails to flush it at exit."""
-    with suppress(OSError, ValueError):  # the stream has no file descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
 
 
 @contextmanager

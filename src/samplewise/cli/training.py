@@ -35,7 +35,6 @@ from samplewise.ledger.sample_ids import IdCollator, NumberedDataset, numbered, 
 from samplewise.loop.checkpoint.trained import run_settings
 from samplewise.loop.data.adapters import is_map_style, loader_with
 from samplewise.loop.replay import ReplayedUpdate, replay
-from samplewise.loop.stopping import FitResult
 from samplewise.loop.trainer import Trainer
 from samplewise.parallel import collectives, launch
 from samplewise.privacy.accounting import sampling_plan
@@ -78,7 +77,17 @@ def train_recipe(
         result = trainer.fit(prepared.loader, prepared.validation, **fit_options)
     if exists == "new" and trainer.run is not None:
         run = run.with_name(trainer.run.name)
-    _print_summary(result, trainer, run)
+    # Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training.
+    if collectives.rank() == 0:
+        typer.echo(f"{result.reason}: {plural(result.updates, 'update')} in all")
+        if trainer.step.privacy is not None:
+            typer.echo(f"spent        {trainer.step.privacy.spent()}")
+        typer.echo(f"log          {run / 'log.jsonl'}")
+        typer.echo(f"checkpoints  {run / 'checkpoints'}")
+        if result.signal is not None:
+            typer.echo("continue     with --resume")
+    if result.signal is not None:
+        raise typer.Exit(128 + signal.Signals[result.signal])
 
 
 def replay_recipe(
@@ -166,20 +175,6 @@ def prepare(
         return Step(model, optimizer, loss, scheduler=scheduler, parallel="ddp", **step_options)
 
     return Prepared(recipe, step, loader, validation, callbacks, metrics, adds_ids)
-
-
-def _print_summary(result: FitResult, trainer: Trainer, run: Path) -> None:
-    """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
-    if collectives.rank() == 0:
-        typer.echo(f"{result.reason}: {plural(result.updates, 'update')} in all")
-        if trainer.step.privacy is not None:
-            typer.echo(f"spent        {trainer.step.privacy.spent()}")
-        typer.echo(f"log          {run / 'log.jsonl'}")
-        typer.echo(f"checkpoints  {run / 'checkpoints'}")
-        if result.signal is not None:
-            typer.echo("continue     with --resume")
-    if result.signal is not None:
-        raise typer.Exit(128 + signal.Signals[result.signal])
 
 
 # --- privacy ----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import typer
 
+from samplewise.core.memory import has_float64
 from samplewise.core.text import render, with_progress
 from samplewise.testing.cases import CASES
 from samplewise.testing.runner import (
@@ -18,6 +16,7 @@ from samplewise.testing.runner import (
     WRONG,
     ZooPrecision,
     count_outcomes,
+    one_thread,
     run_case,
 )
 
@@ -29,8 +28,8 @@ not run  PyTorch itself fails on the model, on this machine and in this precisio
 
 def precision_named(name: str | None, device: torch.device) -> ZooPrecision:
     """Precision for the value of --dtype; default fp64, or fp32 on a device without float64."""
-    precision = PRECISIONS[name or ("fp64" if _has_float64(device) else "fp32")]
-    if precision.dtype == torch.float64 and not _has_float64(device):
+    precision = PRECISIONS[name or ("fp64" if has_float64(device) else "fp32")]
+    if precision.dtype == torch.float64 and not has_float64(device):
         raise typer.BadParameter(
             f"must be a precision that the device supports; found fp64 on {device}. Use fp32.", param_hint="--dtype"
         )
@@ -45,7 +44,7 @@ def precision_named(name: str | None, device: torch.device) -> ZooPrecision:
 def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
     """Judge every case and print the results; True if something was compared and nothing was wrong."""
     typer.echo(f"Zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
-    with _one_thread():
+    with one_thread():
         results = [run_case(case, precision, device) for case in with_progress(CASES.values(), "models")]
     rows = [(result.case.name, result.outcome) for result in results]
     typer.echo(render(("model", "gradients"), rows) + "\n" + LEGEND)
@@ -62,22 +61,3 @@ def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
     else:
         typer.echo(f"No problems found: {summary}.")
     return compared and not counts[WRONG]
-
-
-def _has_float64(device: torch.device) -> bool:
-    try:
-        torch.empty(0, dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError):
-        return False
-    return True
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread; for models this small, synchronizing threads takes longer than computing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

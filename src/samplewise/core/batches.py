@@ -326,8 +326,8 @@ def is_text(column: Any) -> bool:
 
 
 _ID_REMEDY = (
-    "Wrap the dataset, DataLoader(sw.Indexed(dataset), ...), which adds the index of each sample as 'id'; or, if the "
-    "samples have ids, pass their key in the batch, for example sw.Ledger(id=2)."
+    "Wrap the dataset, DataLoader(sw.Indexed(dataset), ...) or train_dataset=sw.Indexed(dataset), which adds the index "
+    "of each sample as 'id'; or, if the samples have ids, pass their key in the batch, for example sw.Ledger(id=2)."
 )
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -47,12 +48,23 @@ TENSOR_DTYPES = {  # names of torch's dtypes in safetensors
 
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return the path as an absolute path, unaffected by a later `os.chdir`; a leading ~ is expanded."""
+    check_local(path)
     try:
         return Path(path).expanduser().absolute()
     except (OSError, RuntimeError) as why:  # the working directory was removed; ~name is no user
         raise ValueError(
             f"a directory must have a path that can be made absolute; found {str(path)!r}: {why} Pass an absolute path."
         ) from why
+
+
+def check_local(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a URL."""
+    if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):  # pathlib merges the slashes of s3://
+        raise ValueError(
+            f"a path must be that of a local file or directory; found the URL {os.fspath(path)!r}. To train, pass a "
+            "local run directory and callbacks=[sw.callbacks.Upload(url)]; to read a run in an object store, copy it "
+            "with sw.download_run(url, directory)."
+        )
 
 
 # --- atomic writes ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Accelerator and memory of this process: devices, copies between host and device, stored values of tensors, bytes
-saved for backward, out-of-memory errors, and the C library's allocator.
+"""Accelerator and memory of this process: devices, TF32, copies between host and device, stored values of tensors,
+bytes saved for backward, peak memory, out-of-memory errors, and the C library's allocator.
 
 Devices are reached through torch's device modules (torch.cuda, torch.xpu, torch.mps, …). No function but `device_name`
 initializes a device.
@@ -8,12 +8,16 @@ initializes a device.
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import platform
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +38,56 @@ def device_name(device: torch.device) -> str:
     """Return the device with the name of its model, as in "cuda:0: NVIDIA A100", if torch knows it."""
     name = device_function(device, "get_device_name")
     return str(device) if name is None else f"{device}: {name(device)}"
+
+
+def has_float64(device: torch.device) -> bool:
+    """True if the device has float64; MPS has not."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def has_tf32(device: torch.device) -> bool:
+    """True for NVIDIA GPUs that can compute products of float32 numbers with a mantissa of 10 bits."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Let float32 products use TF32, or not, inside the block. PyTorch uses it in convolutions by default."""
+    backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+    places: tuple[Any, ...] = ()  # the same settings, and finer ones, since torch 2.9
+    if hasattr(torch.backends.cudnn, "conv"):
+        places = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    precisions = [place.fp32_precision for place in places]
+    with warnings.catch_warnings(action="ignore"):  # some versions warn of the older settings
+        try:
+            flags = [backend.allow_tf32 for backend in backends]
+        except RuntimeError:  # the caller has used the newer settings, which cannot be mixed with the older ones
+            flags = []
+        for backend, _ in zip(backends, flags, strict=False):
+            backend.allow_tf32 = allowed
+        for place in () if flags else places:
+            place.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings(action="ignore"):
+            for backend, flag in zip(backends, flags, strict=False):
+                backend.allow_tf32 = flag
+        for place, precision in zip(places, precisions, strict=True):
+            place.fp32_precision = precision
+
+
+def processor_name() -> str:
+    """Return the model of the processor. On Linux, platform.processor() is often empty."""
+    with suppress(OSError):
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
 
 
 class DeviceGenerator:
@@ -236,6 +290,53 @@ def free_memory(model: nn.Module) -> int:
     if memory_info is not None:
         return memory_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- peak memory -----------------------------------------------------------------------------------------------------
+
+
+def has_peak_counter(device: torch.device) -> bool:
+    """True if the allocator of the device records its peak."""
+    return device_function(device, "reset_peak_memory_stats") is not None
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Peak memory of a call in bytes, beyond what was allocated before it; None if it cannot be measured.
+
+    On an accelerator from the counters of its allocator. On the CPU, resident memory of the process: Linux only, and
+    too coarse for calls that need only a few megabytes.
+    """
+    if has_peak_counter(device):
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        call()
+        return module.max_memory_allocated(device) - before
+    if device.type != "cpu" or not _forget_resident_peak():
+        return None
+    before = _resident_bytes("VmRSS")
+    call()
+    return max(0, _resident_bytes("VmHWM") - before)
+
+
+def _forget_resident_peak() -> bool:
+    """Return free memory to the system, which would hide the memory of a call, and reset the peak of resident memory.
+    False if the system cannot do this.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError, TypeError):  # no glibc, or not Linux
+        return False
+    return True
+
+
+def _resident_bytes(field: str) -> int:
+    """VmRSS (current) or VmHWM (peak). Not getrusage's ru_maxrss, which inherits the parent's peak through exec."""
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 # --- allocator of the C library --------------------------------------------------------------------------------------

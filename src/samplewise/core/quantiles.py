@@ -56,7 +56,7 @@ class RunningQuantiles:
         """Count the finite values, which are zero or positive, of a tensor. `period` must be None."""
         finite = values[values.isfinite()].double().clamp(max=LARGEST)
         buckets = (finite / SMALLEST).log().div(GROWTH).ceil().clamp(min=0).long()
-        for bucket, count in zip(*(each.tolist() for each in buckets.unique(return_counts=True)), strict=True):
+        for bucket, count in zip(*(column.tolist() for column in buckets.unique(return_counts=True)), strict=True):
             self._current[bucket] = self._current.get(bucket, 0) + count
             self._values += count
 

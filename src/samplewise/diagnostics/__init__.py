@@ -9,17 +9,11 @@ dynamics    training dynamics of samples from a ledger: data map, forgetting eve
 profile     time and memory of an update, with and without compile=True
 """
 
-from samplewise.diagnostics.dynamics import Dynamics as Dynamics
-from samplewise.diagnostics.dynamics import dynamics as dynamics
-from samplewise.diagnostics.fisher import fisher as fisher
-from samplewise.diagnostics.noise import Noise as Noise
-from samplewise.diagnostics.noise import NoiseScale as NoiseScale
-from samplewise.diagnostics.noise import noise_scale as noise_scale
-from samplewise.diagnostics.noise import signal_to_noise as signal_to_noise
-from samplewise.diagnostics.similarity import Similarity as Similarity
-from samplewise.diagnostics.similarity import similarity as similarity
-from samplewise.diagnostics.suspects import Suspects as Suspects
-from samplewise.diagnostics.suspects import suspects as suspects
+from samplewise.diagnostics.dynamics import Dynamics, dynamics
+from samplewise.diagnostics.fisher import fisher
+from samplewise.diagnostics.noise import Noise, NoiseScale, noise_scale, signal_to_noise
+from samplewise.diagnostics.similarity import Similarity, similarity
+from samplewise.diagnostics.suspects import Suspects, suspects
 
 __all__ = [
     "Dynamics",

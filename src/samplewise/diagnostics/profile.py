@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from samplewise.core.memory import count_saved_bytes, device_function
+from samplewise.core.memory import count_saved_bytes, has_peak_counter, peak_bytes
 from samplewise.core.text import render
 from samplewise.errors import SamplewiseError
 from samplewise.step.step import Step
@@ -77,18 +77,31 @@ def measure_costs(updates: Updates, models: Mapping[UpdateKey, nn.Module], devic
 
 def interleaved_seconds(updates: Mapping[K, Callable[[], object]]) -> dict[K, float]:
     """Minimum seconds of each update over interleaved rounds; other load on the machine can only add time."""
+    return {key: min(times) for key, times in interleaved_times(updates).items()}
+
+
+def interleaved_times(
+    updates: Mapping[K, Callable[[], object]],
+    clock: Callable[[], float] = perf_counter,
+    max_seconds: float | None = None,
+) -> dict[K, list[float]]:
+    """Seconds of each update in each round: other load on the machine is shared by all updates of a round.
+
+    max_seconds: no further round begins after that time, but for MIN_ROUNDS; None: MAX_SECONDS
+    """
+    max_seconds = MAX_SECONDS if max_seconds is None else max_seconds
     seconds: dict[K, list[float]] = {key: [] for key in updates}
     start = perf_counter()
     for round_ in range(MAX_ROUNDS):
-        if round_ >= MIN_ROUNDS and perf_counter() - start > MAX_SECONDS:
+        if round_ >= MIN_ROUNDS and perf_counter() - start > max_seconds:
             break
         for key, update in updates.items():
             _synchronize()
-            update_start = perf_counter()
+            update_start = clock()
             update()
             _synchronize()
-            seconds[key].append(perf_counter() - update_start)
-    return {key: min(times) for key, times in seconds.items()}
+            seconds[key].append(clock() - update_start)
+    return seconds
 
 
 def _synchronize() -> None:
@@ -99,19 +112,12 @@ def _synchronize() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _has_peak_counter(device: torch.device) -> bool:
-    """True if the allocator records its peak. On other devices only the tensors saved for backward are counted."""
-    return device_function(device, "reset_peak_memory_stats") is not None
-
-
 def _memory(update: Callable[[], object], model: nn.Module, device: torch.device) -> int | None:
-    """Peak bytes of an update; None if saved tensors cannot be counted."""
-    if _has_peak_counter(device):
-        module = torch.get_device_module(device)
-        module.reset_peak_memory_stats(device)
-        before = module.memory_allocated(device)
-        update()
-        return module.max_memory_allocated(device) - before
+    """Peak bytes of an update; without a counter of the peak, bytes saved for backward, which do not depend on the
+    allocator; None if saved tensors cannot be counted.
+    """
+    if has_peak_counter(device):
+        return peak_bytes(update, device)
     try:
         with count_saved_bytes(model) as saved:
             update()
@@ -124,7 +130,7 @@ def _memory(update: Callable[[], object], model: nn.Module, device: torch.device
 
 def memory_description(device: torch.device) -> str:
     """Description of the memory figure for the title of the table."""
-    if _has_peak_counter(device):
+    if has_peak_counter(device):
         return "peak memory of an update, beyond what was allocated before it"
     return "tensors saved for backward by the forward pass, without weights"
 

@@ -151,12 +151,17 @@ def suspects(
             "suspects needs a model, a loss function and a loader, or a table of visits; found a model without loss "
             "function or loader. Pass both."
         )
-    names = list(dict.fromkeys([*_as_names(score or RECOMMENDED), *also]))
+    ranked_by = _as_names(score or RECOMMENDED)
+    names = list(dict.fromkeys([*ranked_by, *also]))
     _check_names(names, SCORES)
     if ids is None:
         check_order(loader, "Pass ids=, or a loader with shuffle=False.")
     computation = _ScoreComputation(source, loss_fn, loader, names, microbatch, logits, labels, ids)
-    return _rank(*computation.compute(as_checkpoints(source, checkpoints)), score or RECOMMENDED)
+    sample_ids, scores = computation.compute(as_checkpoints(source, checkpoints))
+    total = scores[ranked_by[0]]
+    if len(ranked_by) > 1:
+        total = torch.stack([_tensor(ranks(scores[name].tolist())) for name in ranked_by]).mean(0)
+    return Suspects(as_ids(sample_ids), total, scores, ranked_by)
 
 
 def _batch_entry(batch: Any, key: Key, name: str) -> Any:
@@ -222,7 +227,14 @@ class _ScoreComputation:
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
-        return scan(self.model, _per_count(self.loss_fn), self.loader, microbatch=self.microbatch)
+        # Loss function whose losses are divided by their counts, unless a count is 0.
+        fn = as_loss_fn(self.loss_fn)
+
+        def losses_per_count(model: nn.Module, batch: Any) -> Tensor:
+            losses, counts = per_sample(fn(model, batch))
+            return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
+
+        return scan(self.model, same_constants(losses_per_count, fn), self.loader, microbatch=self.microbatch)
 
     @torch.no_grad()
     def _logits_of(self, batch: Any) -> Any:
@@ -250,17 +262,6 @@ class _ScoreComputation:
             description = " and ".join(types) if len(ids) == samples else f"{len(ids)} for {samples}"
             raise ValueError(f"ids must be integers or strings, one per sample; found {description}.")
         return ids
-
-
-def _per_count(loss_fn: LossFn) -> LossFn:
-    """Loss function whose losses are divided by their counts, unless a count is 0."""
-    fn = as_loss_fn(loss_fn)
-
-    def losses_per_count(model: nn.Module, batch: Any) -> Tensor:
-        losses, counts = per_sample(fn(model, batch))
-        return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
-
-    return same_constants(losses_per_count, fn)
 
 
 def _positions(ids: Ids, later_ids: Ids) -> Tensor:
@@ -336,14 +337,6 @@ def ids_at(ids: Tensor | list[str], indices: Tensor) -> Tensor | list[str]:
 
 def as_ids(ids: Ids) -> Tensor | list[str]:
     return ids if any(isinstance(sample_id, str) for sample_id in ids) else torch.tensor(ids)
-
-
-def _rank(ids: Ids, scores: dict[str, Tensor], ranked_by: str | Sequence[str]) -> Suspects:
-    names = _as_names(ranked_by)
-    _check_names(names, scores)
-    ranks_by_score = [_tensor(ranks(scores[name].tolist())) for name in names]
-    score = scores[names[0]] if len(names) == 1 else torch.stack(ranks_by_score).mean(0)
-    return Suspects(as_ids(ids), score, scores, names)
 
 
 def _tensor(values: list[float]) -> Tensor:

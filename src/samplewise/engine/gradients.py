@@ -658,11 +658,6 @@ class Gradients:
         with self._evaluator.context:
             return self._evaluator.evaluate(quantity)
 
-    def _check_finite(self, results: Mapping[str, Tensor]) -> None:
-        """Check results (name -> tensor), and what could not be checked earlier without a host sync."""
-        self._checks.add_tensors(finite_tensors, results)
-        self._settle()
-
     def _settle(self) -> None:
         """Make the checks that were left to this call. After an error, only the one of the losses is made again."""
         if self._settles:
@@ -715,7 +710,9 @@ class Gradients:
 
     def _like_parameters(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Results in the dtype of the parameters, zeros for parameters that no loss depends on."""
-        self._check_finite(results)
+        # Check results (name -> tensor), and what could not be checked earlier without a host sync.
+        self._checks.add_tensors(finite_tensors, results)
+        self._settle()
         complete = {}
         for name, p in self._parameters.items():
             if name in results:

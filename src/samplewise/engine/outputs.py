@@ -110,9 +110,9 @@ def check_owner(owner: Any, values: Tensor, name: str) -> None:
     """Raise LossesError unless `owner` has the number of a sample for each row, or each element, of `values`."""
     is_tensor = isinstance(owner, Tensor)
     if not is_tensor or owner.is_floating_point() or owner.is_complex() or owner.dtype is torch.bool:
-        found = f"dtype {owner.dtype}" if is_tensor else type(owner).__name__
+        kind = f"dtype {owner.dtype}" if is_tensor else type(owner).__name__
         raise LossesError(
-            f"samples must be a tensor of integers, the number of the sample of each row of {name}; found {found}."
+            f"samples must be a tensor of integers, the number of the sample of each row of {name}; found {kind}."
         )
     if owner.dim() == 0 or owner.shape != values.shape[: owner.dim()] or not owner.numel():
         raise LossesError(

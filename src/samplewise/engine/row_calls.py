@@ -98,7 +98,7 @@ class RowCalls:
 
     def _grads(self, whole: Mapping[int, GenericGrad], keep: bool, fill: bool) -> dict[int, PerSampleGrad]:
         """Representations of the parameters; fills in `operands`."""
-        kept: Results = {}
+        outputs: Results = {}
         squares: Results = {}
         activations = self.activations if fill else ()
         for sample, of_sample in enumerate(self.rows):
@@ -111,13 +111,13 @@ class RowCalls:
                 row = accumulable(results[position])
                 if keep and self.samples * row.numel() <= KEPT:
                     if sample == 0:
-                        kept[position] = row.new_empty(self.samples, *row.shape)
-                    kept[position][sample] = row
+                        outputs[position] = row.new_empty(self.samples, *row.shape)
+                    outputs[position][sample] = row
                 else:
                     if sample == 0:
                         squares[position] = row.new_empty(self.samples)
                     squares[position][sample] = flat_squared_norms(flatten_rows(row[None]))[0]
-        return {position: DenseGrad(of_position) for position, of_position in kept.items()} | {
+        return {position: DenseGrad(of_position) for position, of_position in outputs.items()} | {
             position: RowCallsGrad(self, position, of_position, whole[position])
             for position, of_position in squares.items()
         }

@@ -50,8 +50,8 @@ def warn_if_slow(graph: Graph, cause: str, cost: str, remedy: str) -> None:
     if collection is not None:
         collection[path] = None
         return
-    seen: Seen = _seen.setdefault(next(iter(graph.wanted.values())), {})
-    graphs = seen.setdefault(cause, [])
+    paths: Seen = _seen.setdefault(next(iter(graph.wanted.values())), {})
+    graphs = paths.setdefault(cause, [])
     if len(graphs) == STEPS or any(reference() is graph for reference in graphs):
         return
     graphs.append(weakref.ref(graph))

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,18 +153,6 @@ class Planner:
                         yield tensor
 
 
-class GradStrategy(Protocol):
-    """Interface of a strategy."""
-
-    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
-        """Return quantity(grad, name) for each parameter in the graph, by name."""
-
-    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
-        """Pairs (name, quantity(grad, name)); kept gradients are dropped one by one."""
-
-    def explain(self) -> list[ExplainRow]: ...
-
-
 class BackwardStrategy:
     """Strategies "fused" (keep=True), "twice" and "factors" (keep=False): one backward pass to the cut."""
 
@@ -181,6 +169,7 @@ class BackwardStrategy:
         self.make_builder: type[GradBuilder] = GradBuilder  # `profile` has one that measures its time
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
+        """Return quantity(grad, name) for each parameter in the graph, by name."""
         if not self.grads:
             return self._evaluate_in_pass(quantity, self.keep)
         self.versions.check()
@@ -188,6 +177,7 @@ class BackwardStrategy:
         return {name: compute(grad, name) for name, grad in self.grads.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        """Pairs (name, quantity(grad, name)); kept gradients are dropped one by one."""
         if not self.grads:
             return iter(self._evaluate_in_pass(quantity, keep=False).items())
         self.versions.check()
@@ -418,3 +408,6 @@ class LoopStrategy:
             ExplainRow(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense")
             for name, rows in self.rows.items()
         ]
+
+
+GradStrategy = BackwardStrategy | RowsStrategy | SingleSampleStrategy | LoopStrategy

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.errors import ExportError
-from samplewise.export.graph import Method, UpdateProgram
-from samplewise.export.summary import Memory, metadata
+from samplewise.export.graph import Memory, Method, UpdateProgram, metadata, register_buffers
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
 
@@ -73,9 +72,7 @@ class StatefulMethod(nn.Module):
         super().__init__()
         self.method = method
         self.count = len(method.inputs)
-        self.constants = [f"constant_{k}" for k in range(len(program.constants))]
-        for name, tensor in zip(self.constants, program.constants.values(), strict=True):
-            self.register_buffer(name, tensor)
+        self.constants = register_buffers(self, "constant", program.constants)
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         inputs = arguments[: self.count]
@@ -92,9 +89,7 @@ class InitialState(nn.Module):
 
     def __init__(self, program: UpdateProgram):
         super().__init__()
-        self.names = [f"state_{k}" for k in range(len(program.state))]
-        for name, tensor in zip(self.names, program.state.values(), strict=True):
-            self.register_buffer(name, tensor)
+        self.names = register_buffers(self, "state", program.state)
 
     def forward(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name).clone() for name in self.names)

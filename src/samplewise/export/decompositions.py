@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from samplewise.engine.rules.convolution import ConvolutionSettings
 from samplewise.step.compiled.decompositions import attention, attention_backward
 
 aten = torch.ops.aten
@@ -33,17 +34,9 @@ def decompositions() -> dict[Any, Any]:
     }
 
 
-def max_pool2d_backward(
-    g: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: Tensor,
-) -> Tensor:
+def max_pool2d_backward(g: Tensor, x: Tensor, *rest: Any) -> Tensor:
     """Sum of gradients by index. The kernel of ExecuTorch 1.5.1 for this operation returns wrong values."""
+    *_, indices = rest
     planes = torch.zeros_like(x).flatten(-2)
     return planes.scatter_add(-1, indices.flatten(-2), g.flatten(-2)).view(x.shape)
 
@@ -76,42 +69,24 @@ def avg_pool2d_backward(
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Any:
-    if not _is_one_image(x, transposed):
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    settings = ConvolutionSettings(*rest)
+    if not _is_one_image(x, settings):
         return NotImplemented
-    geometry = _geometry(x, weight, stride, padding, dilation)
+    geometry = _geometry(x, weight, settings)
     patches = _gather(x.flatten(2)[0], _places(*geometry))
-    result = _grouped(_grouped(weight.flatten(1), groups) @ _grouped(patches, groups), 1)
+    result = _grouped(_grouped(weight.flatten(1), settings.groups) @ _grouped(patches, settings.groups), 1)
     result = result if bias is None else result + bias.unsqueeze(1)
     return result.view(1, len(weight), *_output_size(*geometry)[4 - x.dim() :])
 
 
-def convolution_backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-) -> Any:
-    if not _is_one_image(x, transposed):
+def convolution_backward(g: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any) -> Any:
+    *others, output_mask = rest
+    settings = ConvolutionSettings(*others)
+    if not _is_one_image(x, settings):
         return NotImplemented
-    places = _places(*_geometry(x, weight, stride, padding, dilation))
+    groups = settings.groups
+    places = _places(*_geometry(x, weight, settings))
     g = g.flatten(2)[0]  # (outputs, places)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
@@ -128,18 +103,17 @@ def convolution_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _is_one_image(x: Tensor, transposed: bool) -> bool:
+def _is_one_image(x: Tensor, settings: ConvolutionSettings) -> bool:
     """Test for one image, or one sequence."""
-    return x.dim() in (3, 4) and len(x) == 1 and not transposed and x.is_floating_point()
+    return x.dim() in (3, 4) and len(x) == 1 and not settings.transposed and x.is_floating_point()
 
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 
 
-def _geometry(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Geometry:
+def _geometry(x: Tensor, weight: Tensor, settings: ConvolutionSettings) -> Geometry:
     """Sizes of image and kernel, and settings, in two dimensions: a sequence is an image with one row."""
+    stride, padding, dilation, *_ = settings
     if x.dim() == 4:
         return x.shape[2:], weight.shape[2:], stride, padding, dilation
     return (1, *x.shape[2:]), (1, *weight.shape[2:]), (1, *stride), (0, *padding), (1, *dilation)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.export.decompositions import decompositions as decompositions
-from samplewise.export.graph import Method, UpdateProgram
+from samplewise.export.graph import Memory, Method, UpdateProgram, metadata, register_buffers
 from samplewise.export.simplify import simplify
-from samplewise.export.summary import Memory, metadata
 from samplewise.step.compiled import CannotCompile
 
 STATE_METHODS = ("get_state", "set_state")
@@ -85,9 +84,7 @@ class State(nn.Module):
 
     def __init__(self, program: UpdateProgram):
         super().__init__()
-        self.names = [f"state_{k}" for k in range(len(program.state))]
-        for name, tensor in zip(self.names, program.state.values(), strict=True):
-            self.register_buffer(name, tensor)
+        self.names = register_buffers(self, "state", program.state)
 
     def read(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.names]
@@ -103,9 +100,7 @@ class StatefulMethod(State):
     def __init__(self, program: UpdateProgram, method: Method):
         super().__init__(program)
         self.method = method
-        self.constants = [f"constant_{k}" for k in range(len(program.constants))]
-        for name, tensor in zip(self.constants, program.constants.values(), strict=True):
-            self.register_buffer(name, tensor)
+        self.constants = register_buffers(self, "constant", program.constants)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         results = self.method(self.read(), [getattr(self, name) for name in self.constants], *inputs)

@@ -173,12 +173,7 @@ def _check_step(step: Step) -> Formula:
         )
     if any(p.dtype != torch.float32 for p in evaluator.trained.trainable().values()):
         raise ExportError("exported updates compute in float32; found trained parameters of another dtype.")
-    _check_first_update(step, formula)
-    return formula
-
-
-def _check_first_update(step: Step, formula: Formula) -> None:
-    """Raise if the first update of the optimizer differs from later ones, and it was not made yet."""
+    # Raise if the first update of the optimizer differs from later ones, and it was not made yet.
     for group in step.optimizer.param_groups:
         state = getattr(step.optimizer, "state", {})
         buffers = [state.get(p, {}).get("momentum_buffer") for p in group["params"]]
@@ -187,6 +182,7 @@ def _check_first_update(step: Step, formula: Formula) -> None:
                 f"the first update of SGD with dampening={group['dampening']} differs from the later ones; found no "
                 "update yet. Make one update before the export."
             )
+    return formula
 
 
 def _check_example(step: Step, example: Any) -> None:

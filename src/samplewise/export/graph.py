@@ -7,6 +7,7 @@ leaves the state as it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -244,3 +245,35 @@ def inputs_of(example: Any) -> dict[str, Tensor]:
     elif len(tensors) == 2:
         names = ["x", "y"]
     return dict(zip(names, tensors, strict=True))
+
+
+# --- facts about a program --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors in memory; scratch: of intermediate results, None if they are allocated at run time."""
+
+    constant: int
+    mutable: int
+    scratch: int | None
+
+
+def register_buffers(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Register tensors as buffers prefix_0, prefix_1, ...; their own names may contain dots. Returns these names."""
+    names = [f"{prefix}_{k}" for k in range(len(tensors))]
+    for name, tensor in zip(names, tensors.values(), strict=True):
+        module.register_buffer(name, tensor)
+    return names
+
+
+def metadata(program: UpdateProgram) -> str:
+    """Names that a file stores, as JSON."""
+    return json.dumps(
+        {
+            "state": list(program.state),
+            "inputs": list(program.update.inputs),
+            "predict": None if program.predict is None else list(program.predict.inputs),
+            "lr": program.update.inputs["lr"].tolist(),
+        }
+    )

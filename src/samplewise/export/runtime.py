@@ -56,18 +56,18 @@ class LoadedUpdate(ABC):
             names = ", ".join(self.inputs[:-1])
             raise TypeError(f"update must have the tensors {names}; found {len(batch)}.")
         rate = torch.as_tensor(self._lr if lr is None else lr, dtype=torch.float32)
-        return UpdateResult(*self._update([*(t.contiguous() for t in batch), rate]))
+        return UpdateResult(*self._call("update", [*(t.contiguous() for t in batch), rate]))
 
     def predict(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Outputs of the model in eval mode."""
         if not self._predicts:
             raise ExportError("the file must have a method predict; found that it was exported with predict=False.")
-        outputs = self._predict([t.contiguous() for t in inputs])
+        outputs = self._call("predict", [t.contiguous() for t in inputs])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def get_state(self) -> dict[str, Tensor]:
         """Copies of parameters, optimizer state and step counts, by name."""
-        return dict(zip(self.names, self._get_state(), strict=True))
+        return dict(zip(self.names, self._call("get_state", []), strict=True))
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Replace the state by one that `get_state` has returned."""
@@ -80,19 +80,11 @@ class LoadedUpdate(ABC):
                     f"{name} must be {tensor.dtype} of shape {tuple(tensor.shape)}; found {state[name].dtype} of shape "
                     f"{tuple(state[name].shape)}."
                 )
-        self._set_state([state[name].detach().clone() for name in self.names])
+        self._call("set_state", [state[name].detach().clone() for name in self.names])
 
     @abstractmethod
-    def _update(self, inputs: list[Tensor]) -> list[Tensor]: ...
-
-    @abstractmethod
-    def _predict(self, inputs: list[Tensor]) -> list[Tensor]: ...
-
-    @abstractmethod
-    def _get_state(self) -> list[Tensor]: ...
-
-    @abstractmethod
-    def _set_state(self, values: list[Tensor]) -> None: ...
+    def _call(self, method: str, inputs: list[Tensor]) -> list[Tensor]:
+        """Call update, predict, get_state or set_state of the file."""
 
 
 class ExecuTorchUpdate(LoadedUpdate):
@@ -107,24 +99,12 @@ class ExecuTorchUpdate(LoadedUpdate):
         self._methods: Any = {name: program.load_method(name) for name in sorted(program.method_names, reverse=True)}
         super().__init__(json.loads(bytes(self._call("metadata", [])[0].tolist())))
 
-    def _call(self, name: str, inputs: list[Tensor]) -> list[Tensor]:
-        return list(self._methods[name].execute(tuple(inputs)))
-
-    def _update(self, inputs: list[Tensor]) -> list[Tensor]:
-        return self._call("update", inputs)
-
-    def _predict(self, inputs: list[Tensor]) -> list[Tensor]:
-        return self._call("predict", inputs)
-
-    def _get_state(self) -> list[Tensor]:
-        return self._call("get_state", [])
-
-    def _set_state(self, values: list[Tensor]) -> None:
-        self._call("set_state", values)
+    def _call(self, method: str, inputs: list[Tensor]) -> list[Tensor]:
+        return list(self._methods[method].execute(tuple(inputs)))
 
 
 class AOTInductorUpdate(LoadedUpdate):
-    """Update in a .pt2 file; the state is here."""
+    """Update in a .pt2 file, which has no methods get_state and set_state: the state is here."""
 
     def __init__(self, path: Path):
         with quiet_imports():
@@ -133,23 +113,19 @@ class AOTInductorUpdate(LoadedUpdate):
         def load(name: str) -> Any:
             return load_package(str(path), model_name=name)
 
-        self._run = load("update")
-        super().__init__(json.loads(self._run.get_metadata()["samplewise"]))
-        self._model = load("predict") if self._predicts else None
+        self._methods = {"update": load("update")}
+        super().__init__(json.loads(self._methods["update"].get_metadata()["samplewise"]))
+        if self._predicts:
+            self._methods["predict"] = load("predict")
         self._state: list[Tensor] = list(load("initial_state")())
 
-    def _update(self, inputs: list[Tensor]) -> list[Tensor]:
-        return list(self._run(*inputs, *self._state))
-
-    def _predict(self, inputs: list[Tensor]) -> list[Tensor]:
-        assert self._model is not None
-        return list(self._model(*inputs, *self._state))
-
-    def _get_state(self) -> list[Tensor]:
-        return [tensor.clone() for tensor in self._state]
-
-    def _set_state(self, values: list[Tensor]) -> None:
-        self._state = values
+    def _call(self, method: str, inputs: list[Tensor]) -> list[Tensor]:
+        if method == "get_state":
+            return [tensor.clone() for tensor in self._state]
+        if method == "set_state":
+            self._state = inputs
+            return []
+        return list(self._methods[method](*inputs, *self._state))
 
 
 def load_update(path: str | os.PathLike[str]) -> LoadedUpdate:

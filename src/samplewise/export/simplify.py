@@ -16,7 +16,6 @@ Each rewrite changes results by rounding only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -328,9 +327,3 @@ def constant(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     new = rewriter.graph.get_attr(name)
     new.meta["val"] = value(node)
     return new
-
-
-def passes(graph: fx.GraphModule) -> int:
-    """Number of elements that the operations of a graph write; views write none."""
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not aten.view.default]
-    return sum(prod(node.meta["val"].shape) for node in nodes if isinstance(node.meta.get("val"), Tensor))

@@ -144,9 +144,8 @@ class DifferenceSum:
         """Add a - b, if it is within the tolerance, relative to b - start, or within the rounding of b."""
         a, b = a.double(), b.double()
         change = b - start.double()
-        if not _norm(a - b) <= self._tolerance * _norm(change) + self._rounding * _norm(
-            b
-        ):  # also if the file gives NaN
+        allowed = self._tolerance * _norm(change) + self._rounding * _norm(b)
+        if not _norm(a - b) <= allowed:  # also if the file gives NaN
             return False
         self._segments += 1
         self._size = max(self._size, _norm(b))

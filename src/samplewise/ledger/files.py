@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from samplewise.core.files import atomic_write
+from samplewise.core.files import atomic_write, check_local
 from samplewise.errors import LedgerError, LedgerWarning
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def parts(run: str | Path, damaged: Literal["raise", "skip"] = "raise") -> Itera
     """Yield the ledger of a run directory part by part, as pyarrow tables with the columns of `read_ledger`."""
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
+    check_local(run)
     if not list_parts(Path(run)):
         remedy = (
             "Train with callbacks=[sw.Ledger()] or samplewise train --ledger; its first part is written with the first "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.errors import PrivacyError
-from samplewise.loop.callbacks import EarlyStopping, LRMonitor, ModelCheckpoint
+from samplewise.loop.callbacks import EarlyStopping, LRMonitor, ModelCheckpoint, Upload
 from samplewise.loop.data.importance import ImportanceSampler
 from samplewise.loop.data.sharding import ShardedLoader
 from samplewise.loop.stopping import Duration
@@ -101,6 +101,12 @@ def check_private(
         )
     intervals = {"log_every": log_every}
     for callback in callbacks:
+        if isinstance(callback, Upload):
+            raise PrivacyError(
+                "Upload must not be used with privacy=, because updates after the last upload would be forgotten when "
+                "the run continues elsewhere, and their privacy with them; found it. Use a run directory on a file "
+                "system that all machines share."
+            )
         if isinstance(callback, (ModelCheckpoint, LRMonitor)):
             intervals[f"every of {type(callback).__name__}"] = callback.every
         monitors = isinstance(callback, EarlyStopping) or (isinstance(callback, ModelCheckpoint) and callback.best)

@@ -1,4 +1,4 @@
-"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor, SetLR, MaxTime, Quarantine and LayerGradNorms."""
+"""Built-in callbacks: EarlyStopping, ModelCheckpoint, Upload, LRMonitor, SetLR, MaxTime, Quarantine, LayerGradNorms."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from samplewise.ledger.previews import MAX_PREVIEWS, indexed_items, preview
 from samplewise.loop.checkpoint.encoding import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.io import remove_checkpoint
 from samplewise.loop.checkpoint.state import savable
+from samplewise.loop.mirror import Mirror
 from samplewise.loop.quarantine import dropped_samples, finite_json
 from samplewise.loop.run_dir import Log
 from samplewise.loop.stopping import interval
 from samplewise.parallel import collectives
 from samplewise.step.config import FunctionalOptimizer
+from samplewise.step.schedules import set_rate
 from samplewise.step.step import Step
 from samplewise.step.update import Update, has_dropped
 
@@ -186,6 +188,36 @@ class ModelCheckpoint:
         self._names = state["names"] if is_same else []
 
 
+class Upload:
+    """Copy the run directory to an object store after each checkpoint and at the end of `fit`, and from there to an
+    empty run directory when `fit` resumes: a job that is preempted continues on another machine, bit for bit.
+
+        upload = sw.callbacks.Upload("s3://bucket/runs/digits")
+        sw.Trainer(step, "runs/digits", [upload], exists="resume").fit(loader, epochs=10)
+
+    url: directory of the run in the store, of any protocol of fsspec: "s3://..." needs s3fs (the extra `remote`),
+    "gs://..." gcsfs, "az://..." adlfs.
+    options: of the file system of fsspec, such as `key` and `endpoint_url` of s3fs.
+
+    Files keep their names, and all files of the run directory are copied, except hidden ones and locks. Of two runs,
+    the local one and that in the store, the one with the newer checkpoint is resumed. If the store fails while the
+    training runs, there is a CheckpointWarning, and the next checkpoint is uploaded with all that is missing; when
+    `fit` starts or ends, it is a CheckpointError.
+    """
+
+    def __init__(self, url: str, **options: Any):
+        self.url = url
+        self._options = options
+        self._mirror()  # raises errors of the arguments
+
+    def _mirror(self) -> Mirror:
+        return Mirror(self.url, self._options)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.run is None and not trainer.fast_dev_run:
+            raise CheckpointError("Upload needs a run directory; found none. Use Trainer(..., run='runs/name').")
+
+
 class LRMonitor:
     """Write the learning rates of all parameter groups to the log at an interval, in lines of kind "lr".
 
@@ -253,7 +285,7 @@ class SetLR:
             )
         for k, (group, rate) in enumerate(zip(groups, rates, strict=True)):
             if step.scheduler is None:
-                _set(group, "lr", rate)
+                set_rate(group, "lr", float(rate))
             else:
                 _scale_schedule(step.scheduler, k, group, rate)
 
@@ -274,7 +306,7 @@ def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate:
         )
     for name in ("lr", "initial_lr", "max_lr", "min_lr"):
         if name in group:
-            _set(group, name, rate if name == base else group[name] * (rate / initial))
+            set_rate(group, name, float(rate) if name == base else group[name] * (rate / initial))
     for part in _parts(scheduler):
         for name in ("base_lrs", "max_lrs", "_last_lr"):
             if hasattr(part, name):
@@ -288,14 +320,6 @@ def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)
-
-
-def _set(group: dict[str, Any], name: str, rate: Any) -> None:
-    """Set a rate of a parameter group. A tensor keeps its identity, which a compiled optimizer depends on."""
-    if isinstance(group[name], torch.Tensor):
-        group[name].fill_(rate)
-    else:
-        group[name] = float(rate)
 
 
 class MaxTime:
@@ -398,16 +422,12 @@ class Quarantine:
             random_state.restore()
 
     def on_fit_end(self) -> None:
-        self._close()
-
-    def on_error(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self._log is not None:
             self._bytes = self._log.position()
             self._log.close()
             self._log = None
+
+    on_error = on_fit_end
 
     def state_dict(self) -> dict[str, Any]:
         return {"bytes": self._bytes if self._log is None else self._log.position()}

@@ -28,7 +28,7 @@ from samplewise.loop.data.rng import derive_seed
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank
 from samplewise.step.step import Step
-from samplewise.transforms.per import sample_means
+from samplewise.transforms.sums import sample_means
 
 Forward = Callable[[nn.Module, Any], Any]  # (model, batch) -> outputs
 TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches
@@ -295,82 +295,56 @@ def _second_argument(function: Callable[..., Any]) -> str:
     return positional[1] if len(positional) > 1 else ""
 
 
-class MetricAdapter:
-    """Adapter for an object with update, compute and reset, such as a torchmetrics metric.
+class ObjectMetric:
+    """Adapter for an object with update, compute and reset, such as a torchmetrics metric, over all ranks.
 
-    Its `update` is called with (outputs, target), or with (outputs, batch) if it has an argument `batch`.
+    Its `update` is called with (outputs, target), or with (outputs, batch) if it has an argument `batch`. With several
+    ranks, metrics of torchmetrics synchronize their state; any other object is updated in `compute`, with the batches
+    of all ranks, on each rank.
     """
 
     def __init__(self, metric: Any, name: str, device: torch.device):
-        self.metric = metric.to(device) if hasattr(metric, "to") else metric
+        self._metric = metric.to(device) if hasattr(metric, "to") else metric
+        self._name = name
+        self._device = device
         self._wants_batch = "batch" in inspect.signature(metric.update).parameters
         self._target = Target(f"metric {name!r}", _second_argument(metric.update))
+        synchronizes = any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(metric).__mro__)
+        self._gathers = collectives.size() > 1 and not synchronizes
+        self._batches: list[Any] = []  # (outputs, targets) on the CPU, if they will be gathered
+        self._has_data = False
 
     def update(self, outputs: Any, batch: Any) -> None:
-        self.metric.update(outputs, self.targets(batch))
-
-    def targets(self, batch: Any) -> Any:
-        """Return the second argument of the metric's `update`: the batch or its target."""
-        return batch if self._wants_batch else self._target.of(batch)
-
-    def compute(self) -> Any:
-        return self.metric.compute()
-
-    def reset(self) -> None:
-        self.metric.reset()
-
-
-class GatheredMetric:
-    """Metric without support for several ranks: `compute` updates it with the batches of all ranks, on each rank."""
-
-    def __init__(self, adapter: MetricAdapter, device: torch.device):
-        self._adapter = adapter
-        self._device = device
-        self._batches: list[Any] = []  # (outputs, targets) on the CPU
-
-    def update(self, outputs: Any, batch: Any) -> None:
-        self._batches.append(to_device((outputs, self._adapter.targets(batch)), torch.device("cpu")))
+        targets = batch if self._wants_batch else self._target.of(batch)
+        self._has_data = True
+        if self._gathers:
+            self._batches.append(to_device((outputs, targets), torch.device("cpu")))
+        else:
+            self._metric.update(outputs, targets)
 
     def compute(self) -> Any:
-        for of_ranks in zip_longest(*collectives.all_gather_object(self._batches)):
-            for batch in of_ranks:
-                if batch is not None:
-                    self._adapter.metric.update(*to_device(batch, self._device))
-        return self._adapter.compute()
+        if self._gathers:
+            for of_ranks in zip_longest(*collectives.all_gather_object(self._batches)):
+                for batch in of_ranks:
+                    if batch is not None:
+                        self._metric.update(*to_device(batch, self._device))
+        elif collectives.size() > 1:
+            empty = int(collectives.all_reduce_scalars(not self._has_data)[0])
+            if empty:
+                raise BatchError(
+                    f"every rank must have at least one batch for metric {self._name!r}, since torchmetrics cannot "
+                    f"synchronize a metric without data; found {empty} of {collectives.size()} ranks without a batch. "
+                    "Use more samples, or a function (outputs, batch)."
+                )
+        return self._metric.compute()
 
     def reset(self) -> None:
         self._batches = []
-        self._adapter.reset()
-
-
-class SynchronizedMetric:
-    """torchmetrics metric, which synchronizes its state over ranks; every rank must have at least one batch."""
-
-    def __init__(self, adapter: MetricAdapter, name: str):
-        self._adapter = adapter
-        self._name = name
         self._has_data = False
-
-    def update(self, outputs: Any, batch: Any) -> None:
-        self._adapter.update(outputs, batch)
-        self._has_data = True
-
-    def compute(self) -> Any:
-        empty = int(collectives.all_reduce_scalars(not self._has_data)[0])
-        if empty:
-            raise BatchError(
-                f"every rank must have at least one batch for metric {self._name!r}, since torchmetrics cannot "
-                f"synchronize a metric without data; found {empty} of {collectives.size()} ranks without a batch. "
-                "Use more samples, or a function (outputs, batch)."
-            )
-        return self._adapter.compute()
-
-    def reset(self) -> None:
-        self._has_data = False
-        self._adapter.reset()
+        self._metric.reset()
 
 
-Metric = Mean | MetricAdapter | GatheredMetric | SynchronizedMetric
+Metric = Mean | ObjectMetric
 
 
 def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
@@ -380,7 +354,7 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
         if name in LOG_FIELDS:
             raise ValueError(f"a metric must not use a field name of the log; found {name!r}. Choose another name.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            wrapped[name] = _over_ranks(MetricAdapter(metric, name, device), name, device)
+            wrapped[name] = ObjectMetric(metric, name, device)
         elif callable(metric):
             wrapped[name] = Mean(metric, name)
         else:
@@ -389,16 +363,6 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
                 f"reset; found {type(metric).__name__}."
             )
     return wrapped
-
-
-def _over_ranks(adapter: MetricAdapter, name: str, device: torch.device) -> Metric:
-    """Return a metric over all ranks. One process uses the adapter itself: it need not keep the outputs."""
-    if collectives.size() == 1:
-        return adapter
-    classes = type(adapter.metric).__mro__
-    if any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in classes):
-        return SynchronizedMetric(adapter, name)
-    return GatheredMetric(adapter, device)
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -265,8 +265,8 @@ def peak_memory(device: torch.device) -> int | None:
 # --- progress display ------------------------------------------------------------------------------------------------
 
 
-class Display(Protocol):
-    """Display of the progress of a training run. Epochs count from 1, as in the log."""
+class NoDisplay:
+    """Display of the progress of a training run that shows nothing. Epochs count from 1, as in the log."""
 
     def update(self, epoch: int, done: int, values: str) -> None:
         """Show that `done` updates have been made, with a text of current values."""
@@ -277,15 +277,6 @@ class Display(Protocol):
     def line(self, text: str) -> None:
         """Print another permanent line. May be called from another thread."""
 
-    def close(self) -> None: ...
-
-
-class NoDisplay:
-    """No display."""
-
-    def update(self, epoch: int, done: int, values: str) -> None: ...
-    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None: ...
-    def line(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -369,6 +360,9 @@ class BarDisplay:
         self._bar.stop()
 
 
+Display = NoDisplay | LineDisplay | NotebookDisplay | BarDisplay
+
+
 def format_value(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:.4g}"
 
@@ -384,7 +378,10 @@ def make_display(total: int | None, done: int) -> Display:
     total: number of updates at the end of the training; None if unknown.
     done: number of updates made so far.
     """
-    if _in_notebook():
+    # True in a Jupyter kernel, whose shell is a ZMQInteractiveShell or, as in Colab, a subclass.
+    ipython = sys.modules.get("IPython")  # imported by every kernel
+    shell = None if ipython is None else ipython.get_ipython()
+    if any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__):
         return NotebookDisplay()
     if sys.stderr is None:  # stderr was closed when Python started
         return NoDisplay()
@@ -394,13 +391,6 @@ def make_display(total: int | None, done: int) -> Display:
         return BarDisplay(total, done)
     except ImportError:
         return LineDisplay()
-
-
-def _in_notebook() -> bool:
-    """True in a Jupyter kernel, whose shell is a ZMQInteractiveShell or, as in Colab, a subclass."""
-    ipython = sys.modules.get("IPython")  # imported by every kernel
-    shell = None if ipython is None else ipython.get_ipython()
-    return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
 
 
 class Progress:

@@ -22,22 +22,23 @@ from samplewise.core.memory import device_name
 from samplewise.core.package import UNKNOWN, installed_version
 from samplewise.errors import CheckpointError, PrivacyError
 from samplewise.loop.checkpoint import io
-from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints
+from samplewise.loop.checkpoint.directory import FOLDER, Checkpoints, newest_first
 from samplewise.loop.checkpoint.format import STATE_FILE
 from samplewise.loop.checkpoint.io import BackgroundWriter
 from samplewise.loop.checkpoint.resume_settings import loss_name
 from samplewise.loop.checkpoint.state import check_trainer_state
+from samplewise.loop.mirror import MARKER, Mirror
 from samplewise.parallel import collectives
 from samplewise.parallel.collectives import on_every_rank, on_rank_zero
 from samplewise.privacy.release_log import KEY_FILE
 from samplewise.privacy.release_log import LOG_FILE as RELEASE_LOG
-from samplewise.step.by_samples import SampleScheduler
+from samplewise.step.schedules import SampleScheduler
 from samplewise.step.step import Step
 
 # Files of a run next to its checkpoints, saved models and run.json: of the trainer, loggers, the ledger and the report.
 RUN_FILES = (
     *("log.jsonl", "train.csv", "validation.csv", "tensorboard/events.out.tfevents.*"),
-    *("samples/part-*.parquet", "previews.json", "quarantine.jsonl", "recipe.json", "report.html"),
+    *("samples/part-*.parquet", "previews.json", "quarantine.jsonl", "recipe.json", "report.html", MARKER),
 )
 
 
@@ -69,13 +70,15 @@ class RunDirectory:
     """Files of a run. Call `open` before writing.
 
     exists: what to do with an earlier run in the directory, an argument of `Trainer`
+    mirror: copy of the directory in an object store; None for none
 
     With several ranks, rank 0 writes the log and holds the lock; all ranks write checkpoints.
     """
 
-    def __init__(self, directory: Path, exists: str = "error"):
+    def __init__(self, directory: Path, exists: str = "error", mirror: Mirror | None = None):
         self.directory = directory
         self._exists = exists
+        self._mirror = mirror
         self._lock = run_lock(directory)
         self._log: Log | None = None
         self._checkpoints: Checkpoints | None = None
@@ -98,8 +101,8 @@ class RunDirectory:
         on_every_rank(self._lock.acquire if collectives.rank() == 0 else lambda: None)
         on_every_rank(self._check_version)
         checkpoints = on_every_rank(lambda: Checkpoints(self.directory / FOLDER))
-        if self._exists == "overwrite" and not self._ours:
-            on_rank_zero(lambda: self._remove_run(checkpoints))
+        if not self._ours:
+            on_rank_zero(lambda: self._prepare(resume, checkpoints))
         self._checkpoints = checkpoints
         paths = checkpoints.paths()
         if not collectives.all_equal([path.name for path in paths]):
@@ -150,6 +153,18 @@ class RunDirectory:
         version = about.get("format_version") if isinstance(about, dict) else None
         if type(version) is not int or version != RUN_VERSION:
             raise CheckpointError(other_version(path, version, RUN_VERSION))
+
+    def _prepare(self, resume: bool, checkpoints: Checkpoints) -> None:
+        """Remove the run in the directory if it is to be overwritten, and fetch that of the store if it is ahead."""
+        newest = next((update for update, _ in newest_first(checkpoints.directory)), -1)
+        overwrites = self._exists == "overwrite"
+        if newest >= 0 and not (resume or overwrites):  # `open` raises the error
+            return
+        is_ahead = self._mirror is not None and self._mirror.is_ahead(self.directory, newest, resume)
+        if is_ahead or overwrites:
+            self._remove_run(checkpoints)
+        if self._mirror is not None:
+            self._mirror.start(self.directory, fetch=is_ahead)
 
     def _has_releases(self) -> bool:
         """True if the directory records the releases of a private training run."""
@@ -217,11 +232,23 @@ class RunDirectory:
             )
         on_every_rank(self._lock.verify)
         current, rank_state = state(0 if self._log is None else self._log.position())
-        if self._writer is None:
-            return checkpoints.save(current, update, rank_state)
         path = checkpoints.path_of(update)
-        self._writer.save(path, current, rank_state, then=lambda: checkpoints.remove_older_than(update))
+        if self._writer is None:
+            checkpoints.save(current, update, rank_state)
+        else:
+            self._writer.save(path, current, rank_state, then=lambda: checkpoints.remove_older_than(update))
+        self._upload()
         return path
+
+    def _upload(self, last: bool = False) -> None:
+        """Copy new files to the store, in the main thread: the libraries of stores draw from Python's generator.
+        Collective.
+        """
+        mirror = self._mirror
+        if mirror is not None:
+            if self._writer is not None:
+                self._writer.wait()
+            on_rank_zero(lambda: mirror.send(self.directory, last))
 
     def save_model(self, name: str, state: dict[str, Any]) -> Path:
         """Write a state to `name`.ckpt next to the log, where it is not removed. Collective."""
@@ -233,10 +260,11 @@ class RunDirectory:
         return path
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on disk."""
+        """Wait until the last checkpoint is on disk, and in the store."""
         if self._writer is not None:
             self._writer.finish()
             self._writer = None
+        self._upload(last=True)
 
     def close(self) -> None:
         """Close the log and release the lock, also after an error."""

@@ -22,13 +22,14 @@ from samplewise.core.text import plural
 from samplewise.core.validate import CheckedAttributes
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop import arguments
-from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
+from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint, Upload
 from samplewise.loop.checkpoint.state import RunState, savable
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed
 from samplewise.loop.evaluation import Evaluator, MetricFunction, StatefulMetric
 from samplewise.loop.events import Listeners
 from samplewise.loop.meters import LossMeter, PhaseTimer, Progress, format_values, loading_notice, peak_memory
+from samplewise.loop.mirror import Mirror
 from samplewise.loop.run_dir import RunDirectory, run_metadata, run_path
 from samplewise.loop.stopping import Duration, FitResult, StopRequest, end_of_training, interval, stop_controller
 from samplewise.parallel import collectives, launch
@@ -99,7 +100,7 @@ class Trainer(CheckedAttributes):
         ordered = [*([self._progress] if progress else []), *_complete(callbacks, self.run)]
         self._callbacks = Listeners(ordered, trainer=self, step=step, model=self.model)
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
-        self._run_directory = None if self.run is None else RunDirectory(self.run, exists)
+        self._run_directory = None if self.run is None else RunDirectory(self.run, exists, _mirror(ordered))
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
@@ -268,7 +269,14 @@ class Trainer(CheckedAttributes):
         if self._loss_meter.has_unread_updates:
             self._write_train_line(data)
         if not self._loss_meter.has_updates_in_epoch:
-            self._check_samples_are_carried()
+            # Raise BatchError for an epoch without updates, unless its samples are carried into the next epoch.
+            carried = collectives.all_reduce_scalars(self.step._has_pending_samples)[0]
+            if self.fast_dev_run or not carried:
+                raise BatchError(
+                    f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
+                    f"epoch {self._epoch + 1}, and tail={self.step.tail!r}. Use a smaller samples=, or tail='update' "
+                    "or tail='carry'."
+                )
         metrics = {} if validate is None else self._validate(data, validate)
         self._epoch += 1  # its number in the log, where epochs count from 1
         data.seek(DataPosition())
@@ -279,16 +287,6 @@ class Trainer(CheckedAttributes):
             self.write("validation", epoch=self._epoch, update=done, **metrics)
         losses = {"loss": trained["loss"], "train_loss": trained["loss"]} if "loss" in trained else {}
         return {**losses, **metrics}
-
-    def _check_samples_are_carried(self) -> None:
-        """Raise BatchError for an epoch without updates, unless its samples are carried into the next epoch."""
-        carried = collectives.all_reduce_scalars(self.step._has_pending_samples)[0]
-        if self.fast_dev_run or not carried:
-            raise BatchError(
-                f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
-                f"epoch {self._epoch + 1}, and tail={self.step.tail!r}. Use a smaller samples=, or tail='update' or "
-                "tail='carry'."
-            )
 
     def _validate(self, data: ResumableLoader, validate: Iterable[Any]) -> dict[str, float]:
         batches = self._evaluator.batches(validate)
@@ -499,6 +497,16 @@ def _complete(callbacks: Iterable[object], run: Path | None) -> list[object]:
         return ordered
     saves = any(isinstance(callback, ModelCheckpoint) for callback in ordered)
     return [LayerGradNorms(), *ordered, *([] if saves else [ModelCheckpoint()])]
+
+
+def _mirror(callbacks: Iterable[object]) -> Mirror | None:
+    """Mirror of the `Upload` among the callbacks; None without one."""
+    uploads = [callback for callback in callbacks if isinstance(callback, Upload)]
+    if len(uploads) > 1:
+        raise ValueError(
+            f"a run must be uploaded to one store at most; found {len(uploads)} Upload callbacks. Pass one."
+        )
+    return uploads[0]._mirror() if uploads else None
 
 
 _steps_in_fit: weakref.WeakSet[Step] = weakref.WeakSet()

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from math import exp, inf, isfinite, lgamma
-from typing import Any, Protocol
+from typing import Any
 
 from samplewise.core.quantiles import RunningQuantiles, bucket_of
-
-
-class DriftDetector(Protocol):
-    """Detector of a change in a stream of numbers, as those of river.drift."""
-
-    def update(self, x: float) -> Any: ...
-
-    @property
-    def drift_detected(self) -> bool: ...
 
 
 class DriftTest:
@@ -60,15 +51,12 @@ class DriftTest:
                 self.drift_detected = True
                 return
         if not self._left:
-            self._begin_block()
-
-    def _begin_block(self) -> None:
-        losses = len(self._reference)
-        larger = int(self.SHARE * losses)
-        self._threshold = self._reference.bucket(losses - larger)
-        self._limit = smallest_limit(losses, larger, self.BLOCK, self.RATE)
-        self._exceedances = 0
-        self._left = self.BLOCK
+            losses = len(self._reference)
+            larger = int(self.SHARE * losses)
+            self._threshold = self._reference.bucket(losses - larger)
+            self._limit = smallest_limit(losses, larger, self.BLOCK, self.RATE)
+            self._exceedances = 0
+            self._left = self.BLOCK
 
     def state_dict(self) -> dict[str, Any]:
         return {

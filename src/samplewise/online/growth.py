@@ -67,11 +67,11 @@ def resize(layer: nn.Linear, optimizer: Any, inputs: int, outputs: int) -> Undo:
     """
     weight, bias = layer.weight, layer.bias
     shapes = {weight: (outputs, inputs)} | ({} if bias is None else {bias: (outputs,)})
-    states: Mapping[Tensor, dict[str, Any]] = getattr(optimizer, "state", {})
-    before: list[Undo] = [_setter(layer, "in_features"), _setter(layer, "out_features")]
-    new: list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]] = []
-    for p, shape in shapes.items():
-        state = states.get(p, {})
+    states: Mapping[Tensor, dict[str, Any]] = {p: getattr(optimizer, "state", {}).get(p, {}) for p in shapes}
+    sizes = layer.in_features, layer.out_features
+    before = [(p, p.data, state, dict(state)) for p, state in states.items()]
+    after = []
+    for p, state in states.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != p.shape:
                 raise ParameterError(
@@ -79,21 +79,19 @@ def resize(layer: nn.Linear, optimizer: Any, inputs: int, outputs: int) -> Undo:
                     f"is a scalar; found {name!r} of shape {tuple(value.shape)}. Use SGD, Adam or AdamW, or a model "
                     "with enough inputs and outputs from the beginning."
                 )
-        grown = {name: _padded(v, shape) for name, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
-        new.append((p, state, grown | {"": _padded(p, shape)}))
-    for p, state, tensors in new:
-        before.append(_data_setter(p, state, [name for name in tensors if name]))
-        p.grad = None
-        p.data = tensors.pop("")
-        state.update(tensors)
-    layer.in_features = inputs
-    layer.out_features = outputs
+        tensors = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
+        padded = {name: _padded(v, shapes[p]) for name, v in tensors.items()}
+        after.append((p, _padded(p, shapes[p]), state, padded))
 
-    def undo() -> None:
-        for restore in before:
-            restore()
+    def write(sizes: tuple[int, int], entries: Sequence[tuple[Tensor, Tensor, dict[str, Any], dict[str, Any]]]) -> None:
+        layer.in_features, layer.out_features = sizes
+        for p, data, state, values in entries:
+            p.grad = None
+            p.data = data
+            state.update(values)
 
-    return undo
+    write((inputs, outputs), after)
+    return lambda: write(sizes, before)
 
 
 def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -102,23 +100,6 @@ def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     common = tuple(slice(0, min(old, size)) for old, size in zip(tensor.shape, shape, strict=True))
     new[common] = tensor.detach()[common]
     return new
-
-
-def _setter(layer: nn.Module, name: str) -> Undo:
-    value = getattr(layer, name)
-    return lambda: setattr(layer, name, value)
-
-
-def _data_setter(p: Tensor, state: dict[str, Any], names: list[str]) -> Undo:
-    data = p.data
-    values = {name: state[name] for name in names}
-
-    def restore() -> None:
-        p.grad = None
-        p.data = data
-        state.update(values)
-
-    return restore
 
 
 # --- compilation -----------------------------------------------------------------------------------------------------

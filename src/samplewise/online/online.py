@@ -16,14 +16,14 @@ from samplewise.core.files import absolute
 from samplewise.core.quantiles import RunningQuantiles, bucket_of
 from samplewise.core.state import RandomState, snapshot
 from samplewise.errors import BatchError
+from samplewise.loop.checkpoint import io
 from samplewise.online.drift import DriftTest
-from samplewise.online.features import Features, NewFeatures
+from samplewise.online.features import Features, Labels, NamedNumbers, NewFeatures, Number, Target
 from samplewise.online.growth import CompileDelay, GrowingLayers, Undo
 from samplewise.online.rows import RowBuffer, RowUpdates
 from samplewise.online.settings import Task, check_step, has_probabilities, register, task_of
-from samplewise.online.state import load_state, read_state, state_of, write_state
+from samplewise.online.state import load_state, read_state, state_of
 from samplewise.online.stream import StreamTotals, run
-from samplewise.online.targets import Labels, NamedNumbers, Number, Target
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 
@@ -117,7 +117,10 @@ class Online:
         register(type(self), self._river_base)
         self.drift_detector = DriftTest() if drift is None else drift
         self._settings = {"task": task, "classes": classes, "new_features": new_features, "drift": copy.deepcopy(drift)}
-        self._untrained = _copied(step)  # for `clone`
+        try:
+            self._untrained: Step | None = copy.deepcopy(step)  # for `clone`
+        except Exception:  # a model that is compiled, or holds open files
+            self._untrained = None
         self._target = self._make_target(classes)
         self._features = Features(new_features)
         self._layers = GrowingLayers(step.model, step._applier.optimizer)
@@ -214,6 +217,7 @@ class Online:
     def _add_columns(self, names: list[Hashable]) -> None:
         features, first = self._features, self._layers.first
         assert features.names is not None and features.shape is not None and first is not None
+        self._changes.append(features.saved())
         needed = len(features.names) + len(names)
         if needed > features.shape[0]:
             if features.new_features != "grow":
@@ -224,9 +228,10 @@ class Online:
                 )
             # By half of the inputs, so that a stream with many late features grows a few times only.
             columns = max(needed, first.in_features + max(8, first.in_features // 2))
-            self._changes += [self._layers.resize_inputs(columns), self._delay.begin(), features.resize(columns)]
+            self._changes += [self._layers.resize_inputs(columns), self._delay.begin()]
+            features.shape = (columns,)
             self._allocate()
-        self._changes.append(features.add(names))
+        features.add(names)
 
     def _add_output(self) -> None:
         target, last = self._target, self._layers.last
@@ -251,8 +256,7 @@ class Online:
     def _begin(self, x: Any) -> RowUpdates:
         """Derive the shapes of samples and outputs from the first sample, and allocate memory."""
         features, first = self._features, self._layers.first
-        before = features.state_dict()
-        self._changes.append(lambda: features.load_state_dict(before))
+        self._changes.append(features.saved())
         features.begin(x, None if first is None else first.in_features)
         return self._allocate()
 
@@ -370,7 +374,7 @@ class Online:
         """Write the state to a directory, atomically: JSON and safetensors, without pickle. An existing checkpoint is
         replaced when the new one is complete.
         """
-        write_state(self, absolute(path))
+        io.write(absolute(path), state_of(self))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Restore what `save` has written. Raises CheckpointError for a damaged file, and for one that does not fit;
@@ -413,14 +417,6 @@ class Online:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.step!r})"
-
-
-def _copied(step: Step) -> Step | None:
-    """Copy of a step; None if it cannot be copied, as a model that is compiled or holds open files."""
-    try:
-        return copy.deepcopy(step)
-    except Exception:
-        return None
 
 
 class OnlineClassifier(Online):

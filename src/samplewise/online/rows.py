@@ -105,9 +105,9 @@ def as_row(values: Any) -> Tensor:
         ) from why
 
 
-def wrong_shape(expected: Sequence[int], found: Sequence[int]) -> BatchError:
+def wrong_shape(expected: Sequence[int], shape: Sequence[int]) -> BatchError:
     return BatchError(
-        f"each row must have the shape {tuple(expected)}; found {tuple(found)}. Pass one sample without batch "
+        f"each row must have the shape {tuple(expected)}; found {tuple(shape)}. Pass one sample without batch "
         "dimension, with as many columns as the model has inputs."
     )
 

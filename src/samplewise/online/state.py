@@ -90,11 +90,6 @@ def _load(online: Online, state: dict[str, Any]) -> None:
         RandomState.from_state_dict(state["random"]).restore()
 
 
-def write_state(online: Online, path: Path) -> None:
-    """Write the state to a checkpoint directory, atomically."""
-    io.write(path, state_of(online))
-
-
 def read_state(online: Online, path: Path) -> None:
     """Restore the state in a checkpoint directory. If it raises, nothing has changed."""
     state = io.read(path)

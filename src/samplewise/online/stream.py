@@ -39,52 +39,37 @@ def run(online: Online, stream: Iterable[tuple[Any, Any]], total: int | None, pr
         total = len(stream)  # type: ignore[arg-type]
     display = make_display(total, 0) if progress else NoDisplay()
     pause = LINES if isinstance(display, LineDisplay) else CHANGES
-    sums = ProgressiveSums(online.task == "classification")
-    due = perf_counter() + min(2.0, pause)
+    has_labels = online.task == "classification"  # whose error is 1 for a wrong label
+    losses = errors = 0.0
+    samples = learned = 0  # skipped updates have no loss
+    started = perf_counter()
+    due = started + min(2.0, pause)
+
+    def totals() -> StreamTotals:
+        error = errors / samples if samples else nan
+        return StreamTotals(
+            samples=samples,
+            loss=losses / learned if learned else nan,
+            accuracy=1 - error if has_labels else None,
+            mean_absolute_error=None if has_labels else error,
+            samples_per_second=samples / max(perf_counter() - started, 1e-9),
+        )
+
     try:
         for x, y in stream:
             prediction = online.predict_one(x)
-            update = online.learn_one(x, y)
-            sums.add(update.loss, online._target.error(prediction, y))
-            if not sums.samples % 16 and perf_counter() > due:  # reading the clock takes as long as a small prediction
-                display.update(1, sums.samples, sums.text())
+            loss = online.learn_one(x, y).loss
+            samples += 1
+            errors += online._target.error(prediction, y)
+            if isfinite(loss):
+                losses += loss
+                learned += 1
+            if not samples % 16 and perf_counter() > due:  # reading the clock takes as long as a small prediction
+                now = totals()
+                values = {"loss": now.loss, "accuracy": now.accuracy, "error": now.mean_absolute_error}
+                text = format_values({name: value for name, value in values.items() if value is not None})
+                display.update(1, samples, f"{text}  {now.samples_per_second:.0f} samples/s")
                 due = perf_counter() + pause
     finally:
         display.close()
-    return sums.totals()
-
-
-class ProgressiveSums:
-    """Sums of losses and errors. `labels`: an error is 1 for a wrong label."""
-
-    def __init__(self, labels: bool):
-        self.samples = 0
-        self._labels = labels
-        self._losses = 0.0
-        self._learned = 0  # samples with a loss, which skipped updates do not have
-        self._errors = 0.0
-        self._started = perf_counter()
-
-    def add(self, loss: float, error: float) -> None:
-        self.samples += 1
-        self._errors += error
-        if isfinite(loss):
-            self._losses += loss
-            self._learned += 1
-
-    def totals(self) -> StreamTotals:
-        error = self._errors / self.samples if self.samples else nan
-        return StreamTotals(
-            samples=self.samples,
-            loss=self._losses / self._learned if self._learned else nan,
-            accuracy=1 - error if self._labels else None,
-            mean_absolute_error=None if self._labels else error,
-            samples_per_second=self.samples / max(perf_counter() - self._started, 1e-9),
-        )
-
-    def text(self) -> str:
-        """Current values, for the progress display."""
-        now = self.totals()
-        values = {"loss": now.loss, "accuracy": now.accuracy, "error": now.mean_absolute_error}
-        shown = format_values({name: value for name, value in values.items() if value is not None})
-        return f"{shown}  {now.samples_per_second:.0f} samples/s"
+    return totals()

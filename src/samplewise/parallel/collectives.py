@@ -154,10 +154,10 @@ def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Ca
     started = _started(flat, name, begin)
 
     def arrived() -> None:
-        found = started.result()
-        if found.data_ptr() != bucket[0].data_ptr():
+        result = started.result()
+        if result.data_ptr() != bucket[0].data_ptr():
             with torch.no_grad():
-                for tensor, part in zip(bucket, found.split([tensor.numel() for tensor in bucket]), strict=True):
+                for tensor, part in zip(bucket, result.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
     return arrived
@@ -192,16 +192,16 @@ def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
 
 def _gather(tensor: Tensor) -> Tensor:
     """All-gather of tensors of equal shapes, concatenated along dim 0."""
-    found = tensor.new_empty(dist.get_world_size() * len(tensor), *tensor.shape[1:])
+    gathered = tensor.new_empty(dist.get_world_size() * len(tensor), *tensor.shape[1:])
 
     def gather(moved: Tensor) -> None:
-        there = found.to(moved.device)
+        there = gathered.to(moved.device)
         all_gather_single(handed_over(there), moved)
-        if there is not found:
-            found.copy_(there)
+        if there is not gathered:
+            gathered.copy_(there)
 
     _collective("all_gather", tensor, gather, back=False)
-    return found
+    return gathered
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ class Scalars:
     @cached_property
     def sums(self) -> list[float]:
         """The sum of the status, then the other sums; waits for them."""
-        found: list[float] = self.started.result().tolist()
-        return found[: 1 + self.count]
+        sums: list[float] = self.started.result().tolist()
+        return sums[: 1 + self.count]
 
     def check(self, error: Exception | None) -> None:
         """Raise if a rank has failed. `error`: that of this rank. Collective if it raises."""
@@ -345,8 +345,8 @@ class _Messages:
     def size(self) -> int:
         return dist.get_world_size()
 
-    def sum_scalars(self, *mine: int) -> list[int]:
-        return [int(total) for total in start_all_reduce_scalars(*mine[1:], status=mine[0]).sums]
+    def sum_scalars(self, *numbers: int) -> list[int]:
+        return [int(total) for total in start_all_reduce_scalars(*numbers[1:], status=numbers[0]).sums]
 
     def gather(self, mine: int) -> list[int]:
         return _gather(torch.tensor([mine], device=device())).tolist()

@@ -44,7 +44,12 @@ class DDP(Ranks):
         if wrapped is not None:
             _refuse_options(wrapped)
             wrapped.register_forward_pre_hook(self._refuse_wrapper)
-        _refuse_shards(modules)
+        for name, p in (named for root in modules for named in root.named_parameters()):
+            if is_dtensor(p):
+                raise DistributedError(
+                    f"every rank must have the whole model; found a shard of {name!r}. Pass the whole model to "
+                    "Step(..., parallel='fsdp'), which shards it; other kinds of sharding are not supported."
+                )
         collectives.barrier()
         make_equal(modules, copy=wrapped is None)
 
@@ -140,16 +145,16 @@ def reached(kinds: Sequence[int], buffers: Sequence[tuple[Tensor, bool]]) -> tup
     """For each parameter the kinds of gradient on any rank, from those on this rank: NONE, or the sum of DENSE and
     SPARSE for `.grad`, and of SENT for a gradient in a bucket; and the buffers that have changed on any rank.
     """
-    mine = [*kinds, *(int(moves) for _, moves in buffers)]
+    codes = [*kinds, *(int(moves) for _, moves in buffers)]
     several = collectives.size() + 1  # base of a number with one digit per kind, so that one all-reduce counts all
     counts = collectives.all_reduce_(
         torch.tensor(
-            [sum((kind >> k & 1) * several**k for k in range(DIGITS)) for kind in mine], device=collectives.device()
+            [sum((kind >> k & 1) * several**k for k in range(DIGITS)) for kind in codes], device=collectives.device()
         )
     )
-    found = [sum((c // several**k % several > 0) << k for k in range(DIGITS)) for c in counts.tolist()]
-    moved = [buffer for (buffer, _), moves in zip(buffers, found[len(kinds) :], strict=True) if moves]
-    return found[: len(kinds)], moved
+    combined = [sum((c // several**k % several > 0) << k for k in range(DIGITS)) for c in counts.tolist()]
+    moved = [buffer for (buffer, _), moves in zip(buffers, combined[len(kinds) :], strict=True) if moves]
+    return combined[: len(kinds)], moved
 
 
 def _kind(gradient: Tensor | None) -> int:
@@ -189,8 +194,8 @@ def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
     if copy:
         collectives.broadcast_bucketed_([t for _, t in tensors])
     sums = torch.stack([checksum(t) for _, t in tensors]) if tensors else torch.zeros(0)
-    found = collectives.all_gather_rows(sums[None])
-    differ = (found != found[:1]).logical_and(~found.isnan()).any(0)
+    sums_of_ranks = collectives.all_gather_rows(sums[None])
+    differ = (sums_of_ranks != sums_of_ranks[:1]).logical_and(~sums_of_ranks.isnan()).any(0)
     if bool(differ.any()):
         name = tensors[int(differ.nonzero()[0])][0]
         raise DistributedError(
@@ -214,15 +219,6 @@ def refuse_collectives(modules: Sequence[nn.Module]) -> None:
             raise DistributedError(
                 f"forward and backward passes must not contain collectives; found {kind}: {name}. Ranks may have "
                 f"different numbers of microbatches in a window, so that a collective would hang. {EXCHANGES[kind]}."
-            )
-
-
-def _refuse_shards(modules: Sequence[nn.Module]) -> None:
-    for name, p in (named for root in modules for named in root.named_parameters()):
-        if is_dtensor(p):
-            raise DistributedError(
-                f"every rank must have the whole model; found a shard of {name!r}. Pass the whole model to "
-                "Step(..., parallel='fsdp'), which shards it; other kinds of sharding are not supported."
             )
 
 

@@ -79,12 +79,12 @@ def _chosen(model: nn.Module, policy: Policy) -> list[nn.Module]:
     if policy is None:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         chosen = {id(m) for each in lists for m in each}
-        found = [m for m in inner if id(m) in chosen]
+        modules_to_shard = [m for m in inner if id(m) in chosen]
     elif callable(policy):
-        found = [m for m in inner if policy(m)]
+        modules_to_shard = [m for m in inner if policy(m)]
     else:
-        found = [m for m in inner if isinstance(m, tuple(policy))]
-    return found[::-1]  # fully_shard needs inner modules before outer ones
+        modules_to_shard = [m for m in inner if isinstance(m, tuple(policy))]
+    return modules_to_shard[::-1]  # fully_shard needs inner modules before outer ones
 
 
 class FSDP(Ranks):
@@ -123,33 +123,33 @@ class FSDP(Ranks):
         self._reached_before: set[str] = set()  # in the open window, before its state was loaded
 
     def _refuse_options(self, groups: Sequence[Any]) -> None:
-        known = {id(each.shard) for each in self._parameters} | {id(each.whole) for each in self._parameters}
-        whole = [name for m in self.modules for name, p in m.named_parameters() if id(p) not in known]
-        parallel = [each.name for each in self._parameters if each.manager.is_dtensor]
-        wrapped = [each.name for each in self._parameters if _is_extended(each.manager)]
+        tensors = {id(entry.shard) for entry in self._parameters} | {id(entry.whole) for entry in self._parameters}
+        whole = [name for m in self.modules for name, p in m.named_parameters() if id(p) not in tensors]
+        parallel = [entry.name for entry in self._parameters if entry.manager.is_dtensor]
+        wrapped = [entry.name for entry in self._parameters if _is_extended(entry.manager)]
         ranks = collectives.size()
         if whole:
-            found = f"that {whole[0]!r} is not sharded. Call fully_shard on the model itself, too"
+            cause = f"that {whole[0]!r} is not sharded. Call fully_shard on the model itself, too"
         elif parallel:
-            found = f"tensor parallelism of {parallel[0]!r}. Leave out parallelize_module"
+            cause = f"tensor parallelism of {parallel[0]!r}. Leave out parallelize_module"
         elif wrapped:
-            found = f"{wrapped[0]!r} with its own all-gather. Use a parameter of an ordinary dtype"
+            cause = f"{wrapped[0]!r} with its own all-gather. Use a parameter of an ordinary dtype"
         elif any(group.offload_policy.__class__.__name__ != "OffloadPolicy" for group in groups):
-            found = "an offload policy. Leave it out"
+            cause = "an offload policy. Leave it out"
         elif any(not hasattr(g.mesh_info, "shard_mesh_size") or g.mesh_info.mesh.size() != ranks for g in groups):
-            found = "a mesh without some of the ranks. Use a mesh of all ranks"
+            cause = "a mesh without some of the ranks. Use a mesh of all ranks"
         elif any(group._use_post_forward_mesh for group in groups):
-            found = "reshard_after_forward with a number of ranks. Use True or False"
+            cause = "reshard_after_forward with a number of ranks. Use True or False"
         elif any(group._all_reduce_hook is not None for group in groups):
-            found = "an all-reduce hook. Use a two-dimensional mesh for hybrid sharding"
+            cause = "an all-reduce hook. Use a two-dimensional mesh for hybrid sharding"
         else:
             return
-        raise DistributedError(f"every parameter must be sharded by fully_shard alone, over all ranks; found {found}.")
+        raise DistributedError(f"every parameter must be sharded by fully_shard alone, over all ranks; found {cause}.")
 
     @property
     def leaves(self) -> dict[int, tuple[str, Tensor]]:
         """id of a shard -> name of the parameter, and the whole parameter that graphs contain."""
-        return {id(each.shard): (each.name, each.whole) for each in self._parameters if each.whole is not None}
+        return {id(entry.shard): (entry.name, entry.whole) for entry in self._parameters if entry.whole is not None}
 
     def optimizer_parameters(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
         shards = {id(each.whole): each.shard for each in self._parameters}
@@ -199,17 +199,17 @@ class FSDP(Ranks):
             group.reached.clear()
 
     def reached(self) -> list[str]:
-        here = {each for group in self._groups for each in group.reached}
-        names = [each.name for each in self._parameters if id(each.manager) in here]
-        return sorted({*names, *self._reached_before})
+        managers = {manager for group in self._groups for manager in group.reached}  # identities
+        here = [entry.name for entry in self._parameters if id(entry.manager) in managers]
+        return sorted({*here, *self._reached_before})
 
     def reduce_gradients(self, named: Mapping[str, Tensor], owned: Mapping[str, Tensor], buffers: Buffers) -> None:
         """Set `.grad` to None for parameters that no rank has reached; the others have their sums. Buffers are
         broadcast from rank 0.
         """
         here = self.reached()
-        found, changed = reached([int(name in here) for name in named], buffers.moving())
-        for p, is_reached in zip(owned.values(), found, strict=True):
+        reached_flags, changed = reached([int(name in here) for name in named], buffers.moving())
+        for p, is_reached in zip(owned.values(), reached_flags, strict=True):
             if not is_reached:
                 p.grad = None
         collectives.broadcast_bucketed_(changed)
@@ -221,7 +221,7 @@ class FSDP(Ranks):
                 "a transform of the sum must be additive, independent of the sum, if gradients are sharded; found "
                 f"{transform}. Use parallel='ddp'."
             )
-        names = {id(each.shard): each.name for each in self._parameters}
+        names = {id(entry.shard): entry.name for entry in self._parameters}
         for p in owned:
             if p.grad is not None:
                 drawn = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
@@ -231,8 +231,8 @@ class FSDP(Ranks):
     def own_part(self, name: str, whole: Tensor) -> Tensor:
         manager = self._managers[name]
         dim = manager.fsdp_placement.dim
-        each = manager.padded_sharded_param_size[dim]
-        start = min(manager.mesh_info.shard_mesh_rank * each, whole.shape[dim])
+        rows = manager.padded_sharded_param_size[dim]
+        start = min(manager.mesh_info.shard_mesh_rank * rows, whole.shape[dim])
         return whole.narrow(dim, start, manager.sharded_size[dim])
 
 

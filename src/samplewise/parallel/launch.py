@@ -51,16 +51,16 @@ def join(device: str | torch.device = "auto", timeout: float | None = None) -> t
     """
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, or None; found {timeout!r}.")
-    own = _of_local_rank(resolve_device(device))
+    target = _of_local_rank(resolve_device(device))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(name in os.environ for name in LAUNCHED):
-        if own.type not in ONE_DEVICE:
-            torch.get_device_module(own).set_device(own)
+        if target.type not in ONE_DEVICE:
+            torch.get_device_module(target).set_device(target)
         if not dist.is_initialized():
             limit = None if timeout is None else timedelta(seconds=timeout)
             store, rank, world_size = rendezvous_store(limit or DEFAULT_TIMEOUT)
-            dist.init_process_group(_backend(own), store=store, rank=rank, world_size=world_size, timeout=limit)
+            dist.init_process_group(_backend(target), store=store, rank=rank, world_size=world_size, timeout=limit)
             atexit.register(_destroy_process_group)
-    return own
+    return target
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -160,9 +160,9 @@ def select_mode(
             "arguments to Step(...) on every rank."
         )
     if (name, parallel) == ("sharded", "ddp") or (name == "DistributedDataParallel" and parallel not in (None, "ddp")):
-        found = "a model that fully_shard has sharded" if name == "sharded" else "a DistributedDataParallel"
+        kind = "a model that fully_shard has sharded" if name == "sharded" else "a DistributedDataParallel"
         raise DistributedError(
-            f"parallel must be None for a model that is already distributed; found parallel={parallel!r} and {found}. "
+            f"parallel must be None for a model that is already distributed; found parallel={parallel!r} and {kind}. "
             "Leave out `parallel`, or pass the plain model."
         )
     if name == "sharded":

@@ -50,7 +50,7 @@ class Messages(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def sum_scalars(self, *mine: int) -> list[int]:
+    def sum_scalars(self, *numbers: int) -> list[int]:
         """Sums over ranks of the first scalar of a synchronization and of further ones."""
 
     def gather(self, mine: int) -> list[int]:
@@ -100,41 +100,41 @@ class Requests:
         rank does so or has finished its passes. Sums of several ranks are then always added in the same order,
         whichever other passes they run, and a segment ends.
         """
-        mine = number * KINDS + kind + 1
+        request = number * KINDS + kind + 1
         if kind == PASS:
             self._serve_committed()
         agreed = 0
-        while agreed != mine:
+        while agreed != request:
             if self._committed:
                 agreed = self._committed.pop()
-                self._unused |= agreed != mine
-                self._take_part(agreed, mine)
+                self._unused |= agreed != request
+                self._take_part(agreed, request)
             else:
-                agreed = self._agree(mine)
+                agreed = self._agree(request)
 
-    def _agree(self, mine: int) -> int:
+    def _agree(self, request: int) -> int:
         """Exchange requests, and take part in one of them. At the beginning of a segment, commit to the rest of a known
         one, if all ranks ask for its first collective.
         """
-        status, total, squares = self._messages.sum_scalars(ASKING + UNUSED * self._unused, mine, mine * mine)
+        status, total, squares = self._messages.sum_scalars(ASKING + UNUSED * self._unused, request, request * request)
         if status % ASKING:
             self.reset()
             self._messages.raise_error()
         ranks = self._messages.size()
         all_alike = status // ASKING % ASKING == ranks and total * total == ranks * squares
-        agreed = mine if all_alike else self._chosen(mine)
-        known = self._known.get(self._last, ())
-        if self._fresh and all_alike and known[:1] == (mine,):
-            self._committed = list(reversed(known[1:]))
+        agreed = request if all_alike else self._chosen(request)
+        followers = self._known.get(self._last, ())
+        if self._fresh and all_alike and followers[:1] == (request,):
+            self._committed = list(reversed(followers[1:]))
         self._fresh = False
-        self._take_part(agreed, mine, status)
-        if all_alike and _kind(mine) == PASS:
+        self._take_part(agreed, request, status)
+        if all_alike and _kind(request) == PASS:
             self._committed = list(reversed(self._known.get(self._last, ())))
         return agreed
 
-    def _chosen(self, mine: int) -> int:
+    def _chosen(self, request_here: int) -> int:
         """One of the requests of all ranks: of the first kind, of most ranks, of the first rank."""
-        asked = [request for request in self._messages.gather(mine) if request]
+        asked = [request for request in self._messages.gather(request_here) if request]
         first = min(map(_kind, asked))
         return Counter(request for request in asked if _kind(request) == first).most_common(1)[0][0]
 
@@ -184,7 +184,7 @@ class Requests:
             segment = tuple(self._log)
             if status // UNUSED:
                 needed = self._messages.any_rank(self._used)
-                segment = tuple(each for each, is_needed in zip(segment, needed, strict=True) if is_needed)
+                segment = tuple(module for module, is_needed in zip(segment, needed, strict=True) if is_needed)
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known[self._last] = segment

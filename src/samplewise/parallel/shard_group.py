@@ -64,7 +64,14 @@ class ShardGroup:
     def serve(self, kind: int) -> None:
         """Take part in a collective that another rank needs."""
         if kind == GATHER:
-            self._contribute_shards()
+            # All-gather of parameters that this rank does not need.
+            size = self._mesh.shard_mesh_size
+            if size > 1:
+                shard = handed_over(torch.cat(self._shards()))
+                collectives.note("all_gather", shard.nbytes)
+                with collectives.explained("all_gather"):
+                    whole = handed_over(shard.new_empty(size * len(shard)))
+                    collectives.all_gather_single(whole, shard, group=self._mesh.shard_process_group)
         else:
             self._add_sums({})
 
@@ -81,16 +88,6 @@ class ShardGroup:
             collectives.note("all_gather", sum(shard.nbytes for shard in self._shards()))
         with collectives.explained("all_gather"):
             self._unshard(async_op)
-
-    def _contribute_shards(self) -> None:
-        """All-gather of parameters that this rank does not need."""
-        size = self._mesh.shard_mesh_size
-        if size > 1:
-            mine = handed_over(torch.cat(self._shards()))
-            collectives.note("all_gather", mine.nbytes)
-            with collectives.explained("all_gather"):
-                whole = handed_over(mine.new_empty(size * len(mine)))
-                collectives.all_gather_single(whole, mine, group=self._mesh.shard_process_group)
 
     def _shards(self) -> list[Tensor]:
         """Shards as torch gathers them: in the dtype of the mixed precision policy, as bytes if dtypes differ."""
@@ -122,7 +119,12 @@ class ShardGroup:
         In a pass of a step, gradients of other sharded models are discarded, such as those of a discriminator in the
         loss of its generator: reducing them would be a collective that was not requested.
         """
-        self._keep_requires_grad()
+        # Set `requires_grad` of the shards to that of the whole parameters. torch copies it in the other direction when
+        # it gathers them, so that a loss function that freezes a model during its forward pass would freeze it for
+        # good.
+        if self._group.is_unsharded:
+            for p in self._group.fsdp_params:
+                p.sharded_param.requires_grad_(p._unsharded_param.requires_grad)
         if ShardGroup.summed is None:
             return self._post_backward(*unused)
         reduces = self._group.reduce_grads
@@ -136,16 +138,6 @@ class ShardGroup:
         else:
             self._discard_gradients()
         return None
-
-    def _keep_requires_grad(self) -> None:
-        """Set `requires_grad` of the shards to that of the whole parameters.
-
-        torch copies it in the other direction when it gathers them, so that a loss function that freezes a model during
-        its forward pass would freeze it for good.
-        """
-        if self._group.is_unsharded:
-            for p in self._group.fsdp_params:
-                p.sharded_param.requires_grad_(p._unsharded_param.requires_grad)
 
     def sum_gradients(self) -> None:
         """Add the gradients of the whole parameters, summed over ranks, to `.grad` of the shards, if there are any."""
@@ -186,18 +178,18 @@ class ShardGroup:
     def _reduced(self, table: Tensor) -> Tensor:
         """This rank's row of the sum of the tables of all ranks."""
         mesh = self._mesh
-        mine = table[0]
+        row = table[0]
         if mesh.shard_mesh_size > 1:
             collectives.note("reduce_scatter", table.nbytes)
-            mine = torch.empty_like(mine)
+            row = torch.empty_like(row)
             flat = handed_over(table.view(-1))
             with collectives.explained("reduce_scatter"):
-                collectives.reduce_scatter_single(handed_over(mine), flat, group=mesh.shard_process_group)
+                collectives.reduce_scatter_single(handed_over(row), flat, group=mesh.shard_process_group)
         if self.copies > 1:
-            collectives.note("all_reduce", mine.nbytes)
+            collectives.note("all_reduce", row.nbytes)
             with collectives.explained("all_reduce"):
-                dist.all_reduce(handed_over(mine), group=mesh.replicate_process_group)
-        return mine
+                dist.all_reduce(handed_over(row), group=mesh.replicate_process_group)
+        return row
 
 
 def _gradient(p: Any) -> Tensor | None:

@@ -66,13 +66,13 @@ def sharded_parameters(model: nn.Module) -> list[Sharded]:
 
     A module holds a parameter sharded or unsharded, depending on its last use, so all variants are looked up.
     """
-    known: dict[int, Any] = {}
+    parameters: dict[int, Any] = {}
     for group in parameter_groups(model):
         for manager in group.fsdp_params:
-            known.update((id(getattr(manager, form, None)), manager) for form in FORMS)
+            parameters.update((id(getattr(manager, form, None)), manager) for form in FORMS)
             if hasattr(manager, "_unsharded_param"):
                 manager._unsharded_param._home = ref(group)
-    return [Sharded(name, known[id(p)]) for name, p in model.named_parameters() if id(p) in known]
+    return [Sharded(name, parameters[id(p)]) for name, p in model.named_parameters() if id(p) in parameters]
 
 
 FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
@@ -91,8 +91,8 @@ def graph_parameters(model: nn.Module) -> tuple[dict[str, Tensor], bool]:
     """
     if not sharded_modules(model):
         return dict(model.named_parameters()), False
-    found: dict[str, Tensor | None] = {each.name: each.whole for each in sharded_parameters(model)}
-    leaves = {name: found.get(name, p) for name, p in model.named_parameters()}
+    tensors: dict[str, Tensor | None] = {each.name: each.whole for each in sharded_parameters(model)}
+    leaves = {name: tensors.get(name, p) for name, p in model.named_parameters()}
     missing = [name for name, leaf in leaves.items() if leaf is None or is_dtensor(leaf)]
     if missing:
         raise GraphError(

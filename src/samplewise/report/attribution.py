@@ -10,20 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samplewise.core.text import plural
-from samplewise.report.html import (
-    Section,
-    aligned,
-    breakable,
-    columns,
-    definition_list,
-    headline_tiles,
-    note_paragraph,
-    number,
-    page,
-    text,
-    value_table,
-    warnings_section,
-)
+from samplewise.report import html
 from samplewise.report.previews import Preview, Previews, as_html
 from samplewise.report.run_log import is_number
 
@@ -152,17 +139,17 @@ def attribution_page(content: AttributionPage) -> str:
         ("training samples", f"{content.samples:,}"),
         ("quality (LDS)", "not measured" if trust is None else f"{trust.mean:.2f} ± {trust.standard_error:.2f}"),
     ]
-    head = f'<p class="quiet">{text(content.summary)}</p>\n{headline_tiles(tiles)}'
-    settings = Section("Configuration", columns(value_table("Attribution", content.settings)))
-    return page(content.title, head, [warnings_section(messages), _reading(content), *sections, settings])
+    head = f'<p class="quiet">{html.text(content.summary)}</p>\n{html.headline_tiles(tiles)}'
+    settings = html.Section("Configuration", html.columns(html.value_table("Attribution", content.settings)))
+    return html.page(content.title, head, [html.warnings_section(messages), _reading(content), *sections, settings])
 
 
 # --- how to read and trust the scores ---------------------------------------------------------------------------------
 
 
-def _reading(content: AttributionPage) -> Section:
+def _reading(content: AttributionPage) -> html.Section:
     meaning = (
-        f'<p><b class="helps">Positive: helps.</b> By {text(content.method)}, {text(content.effect)}. '
+        f'<p><b class="helps">Positive: helps.</b> By {html.text(content.method)}, {html.text(content.effect)}. '
         '<b class="harms">Negative: harms</b>, the opposite.</p>'
     )
     legend = ""
@@ -173,24 +160,24 @@ def _reading(content: AttributionPage) -> Section:
         legend = (
             f"<p>Labels of training samples: {label}; {prediction}, if it is another class. Others have no mark.</p>"
         )
-    return Section(
+    return html.Section(
         "How to read the scores",
-        f"{meaning}\n{legend}\n{note_paragraph(LIMITS)}\n{_trust(content.trust, content.place)}",
+        f"{meaning}\n{legend}\n{html.note_paragraph(LIMITS)}\n{_trust(content.trust, content.place)}",
     )
 
 
 def _trust(trust: Trust | None, place: str) -> str:
     if trust is None:
-        return f"{TRUST_HEADING}<p>{text(NOT_MEASURED.format(place=place))}</p>"
+        return f"{TRUST_HEADING}<p>{html.text(NOT_MEASURED.format(place=place))}</p>"
     values = {
         "measured scores": f"{trust.mean:.3f} ± {trust.standard_error:.3f}",
         **{name: f"{value:.3f}" for name, value in trust.baselines.items()},
         "noise ceiling": "not measured" if trust.ceiling is None else f"{trust.ceiling:.3f}",
     }
     counts = f"{plural(trust.queries, 'query', 'queries')} and {plural(trust.subsets, 'subset')}"
-    measured = value_table(f"LDS ± standard error, over {counts}", values)
-    explanation = note_paragraph(LDS.format(place=place))
-    return f"{TRUST_HEADING}<p>{text(interpretation(trust))}</p>{columns(measured)}{explanation}"
+    measured = html.value_table(f"LDS ± standard error, over {counts}", values)
+    explanation = html.note_paragraph(LDS.format(place=place))
+    return f"{TRUST_HEADING}<p>{html.text(interpretation(trust))}</p>{html.columns(measured)}{explanation}"
 
 
 def interpretation(trust: Trust) -> str:
@@ -214,26 +201,26 @@ def interpretation(trust: Trust) -> str:
 
 def _query(
     query: ShownQuery, content: AttributionPage, of_queries: Mapping[str, Preview], of_train: Mapping[str, Preview]
-) -> Section:
+) -> html.Section:
     index = str(query.sample.index)
     label = content.queries.label(index)
     prediction = None if query.sample.prediction is None else str(content.queries.class_name(query.sample.prediction))
     lines = _label_line("label", label, label, prediction) + _label_line("predicted", prediction, label, prediction)
-    lines += definition_list([("loss", number(query.sample.loss))])
+    lines += html.definition_list([("loss", html.number(query.sample.loss))])
     query_card = _card(f"query {index}", of_queries.get(index, {}), lines)
     largest = max((abs(sample.score or 0.0) for sample in query.scored), default=0.0)
     indices = [sample.index for sample in query.scored]
-    scores = dict(zip(indices, aligned([sample.score for sample in query.scored]), strict=True))
+    scores = dict(zip(indices, html.aligned([sample.score for sample in query.scored]), strict=True))
 
     def train_lines(sample: ShownSample) -> str:
         value = sample.score or 0.0
         share = abs(value) / largest if largest else 0.0
         kind = "harms" if value < 0 else "helps"
         sign = "+" if value > 0 else ""
-        score = f'<b class="{kind}">{sign}{text(scores[sample.index])}</b>'
+        score = f'<b class="{kind}">{sign}{html.text(scores[sample.index])}</b>'
         meter = f'<i class="meter {kind}" style="width: {share:.0%}"></i>'
         label_line = _label_line("label", content.train.label(str(sample.index)), label, prediction)
-        return score + meter + label_line + definition_list([("loss", number(sample.loss))])
+        return score + meter + label_line + html.definition_list([("loss", html.number(sample.loss))])
 
     def gallery(title: str, samples: Sequence[ShownSample]) -> str:
         cards = (
@@ -243,12 +230,12 @@ def _query(
         return f'<h3>{title}</h3><ul class="gallery">{"".join(cards)}</ul>' if samples else ""
 
     galleries = gallery("Highest scores", query.highest) + gallery("Lowest scores", query.lowest)
-    return Section(f"Query {index}", f'<div class="query">{query_card}<div>{galleries}</div></div>')
+    return html.Section(f"Query {index}", f'<div class="query">{query_card}<div>{galleries}</div></div>')
 
 
 def _card(name: str, preview: Preview, lines: str) -> str:
     title = f"{name} {preview.get('name', '')}".rstrip()
-    return f'<div class="card">{as_html(preview)}<strong>{text(title)}</strong>{lines}</div>'
+    return f'<div class="card">{as_html(preview)}<strong>{html.text(title)}</strong>{lines}</div>'
 
 
 def _label_line(name: str, value: str | None, label: str | None, prediction: str | None) -> str:
@@ -256,6 +243,6 @@ def _label_line(name: str, value: str | None, label: str | None, prediction: str
     if value is None:
         return ""
     if value not in (label, prediction):
-        return f'<span class="label">{name} {breakable(value)}</span>'
+        return f'<span class="label">{name} {html.breakable(value)}</span>'
     kind, mark, meaning = SAME_LABEL if value == label else SAME_PREDICTION
-    return f'<b class="label {kind}" title="{meaning}">{name} {breakable(value)} {mark}</b>'
+    return f'<b class="label {kind}" title="{meaning}">{name} {html.breakable(value)} {mark}</b>'

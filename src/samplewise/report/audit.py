@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from samplewise.report import html
 from samplewise.report.charts import XRange, lines
-from samplewise.report.html import (
-    MISSING,
-    Section,
-    columns,
-    figure,
-    headline_tiles,
-    note_paragraph,
-    number,
-    page,
-    table,
-    text,
-)
 from samplewise.report.run_log import Curve
 
 MAX_ROWS = 500  # of a table
@@ -27,28 +16,31 @@ DIGITS = 6  # of sums of weights in the chart: rounding errors are no curves
 def audit_page(audit: Mapping[str, Any]) -> str:
     """HTML page of what `Audit.to_dict` returns."""
     summary = audit["summary"]
-    known = [update for update in summary if update["sum"] is not None]
+    updates = [update for update in summary if update["sum"] is not None]
     tiles = [("updates", f"{len(summary):,}"), ("faults", f"{len(audit['findings']):,}")]
     tiles += [("samples", f"{sum(update['samples'] for update in summary):,}")]
-    if known:
-        sums = [update["sum"] for update in known]
-        tiles += [("smallest sum of weights", number(min(sums))), ("largest sum of weights", number(max(sums)))]
-    notes = "".join(note_paragraph(f"{note}.") for note in audit["notes"])
-    head = f'<p class="quiet">{text(audit["verdict"])}</p>\n{headline_tiles(tiles)}'
+    if updates:
+        sums = [update["sum"] for update in updates]
+        tiles += [
+            ("smallest sum of weights", html.number(min(sums))),
+            ("largest sum of weights", html.number(max(sums))),
+        ]
+    notes = "".join(html.note_paragraph(f"{note}.") for note in audit["notes"])
+    head = f'<p class="quiet">{html.text(audit["verdict"])}</p>\n{html.headline_tiles(tiles)}'
     sections = [
-        Section("Findings", _findings(audit["findings"]) + notes),
-        Section("Weights", _chart(known)),
-        Section("Updates", _updates(summary)),
-        Section("Samples", _samples(audit["updates"])),
+        html.Section("Findings", _findings(audit["findings"]) + notes),
+        html.Section("Weights", _chart(updates)),
+        html.Section("Updates", _updates(summary)),
+        html.Section("Samples", _samples(audit["updates"])),
     ]
-    return page("Audit of a training loop", head, sections)
+    return html.page("Audit of a training loop", head, sections)
 
 
 def _findings(findings: list[Mapping[str, Any]]) -> str:
     if not findings:
-        return note_paragraph("Nothing was found.")
+        return html.note_paragraph("Nothing was found.")
     rows = ([f["code"], f["message"], f["where"], _ranges(f["updates"])] for f in findings)
-    return table(("code", "what was seen, and what to do", "where", "updates"), rows, 4)
+    return html.table(("code", "what was seen, and what to do", "where", "updates"), rows, 4)
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -62,18 +54,18 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def _chart(known: list[Mapping[str, Any]]) -> str:
+def _chart(updates: list[Mapping[str, Any]]) -> str:
     """Sum of the weights, and the smallest and largest one relative to equal weights: right loops have 1 in all."""
-    if len(known) < 2:
+    if len(updates) < 2:
         return ""
-    frame = XRange(known[0]["update"], known[-1]["update"])
+    frame = XRange(updates[0]["update"], updates[-1]["update"])
     curves = [
-        Curve("sum of weights", [(u["update"], round(u["sum"], DIGITS)) for u in known]),
-        Curve("largest weight × targets", [(u["update"], round(u["high"] * u["targets"], DIGITS)) for u in known]),
-        Curve("smallest weight × targets", [(u["update"], round(u["low"] * u["targets"], DIGITS)) for u in known]),
+        Curve("sum of weights", [(u["update"], round(u["sum"], DIGITS)) for u in updates]),
+        Curve("largest weight × targets", [(u["update"], round(u["high"] * u["targets"], DIGITS)) for u in updates]),
+        Curve("smallest weight × targets", [(u["update"], round(u["low"] * u["targets"], DIGITS)) for u in updates]),
     ]
     drawing = lines(curves, frame, "weights", "Sum of the weights of each update, largest and smallest weight")
-    return columns(figure("Equal weights with sum 1 are at 1", drawing, [curve.name for curve in curves]))
+    return html.columns(html.figure("Equal weights with sum 1 are at 1", drawing, [curve.name for curve in curves]))
 
 
 def _updates(summary: list[Mapping[str, Any]]) -> str:
@@ -92,18 +84,17 @@ def _updates(summary: list[Mapping[str, Any]]) -> str:
 
 
 def _samples(rows: list[Mapping[str, Any]]) -> str:
-    head = ("loss", "update", "microbatch", "row", "sample", "targets", "weight")
     names = ("loss", "update", "microbatch", "row", "sample", "targets", "weight")
-    return _table(head, [[row[name] for name in names] for row in rows], 1)
+    return _table(names, [[row[name] for name in names] for row in rows], 1)
 
 
 def _table(head: tuple[str, ...], rows: list[list[Any]], text_columns: int) -> str:
     cells = [[_cell(value) for value in row] for row in rows[:MAX_ROWS]]
-    more = note_paragraph(f"… and {len(rows) - MAX_ROWS:,} more rows.") if len(rows) > MAX_ROWS else ""
-    return table(head, cells, text_columns) + more
+    more = html.note_paragraph(f"… and {len(rows) - MAX_ROWS:,} more rows.") if len(rows) > MAX_ROWS else ""
+    return html.table(head, cells, text_columns) + more
 
 
 def _cell(value: Any) -> str:
     if value is None:
-        return MISSING
+        return html.MISSING
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -7,23 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samplewise.report import training
-from samplewise.report.html import (
-    MISSING,
-    Section,
-    aligned,
-    breakable,
-    columns,
-    definition_list,
-    format_value,
-    note_paragraph,
-    page,
-    shortened,
-    table,
-    text,
-    warnings_section,
-    write,
-)
+from samplewise.report import html, training
 from samplewise.report.previews import Preview, Previews, as_html, read_previews
 from samplewise.report.run_log import Curve, RunLog, read_run
 from samplewise.report.samples import Samples, read_samples
@@ -47,7 +31,7 @@ class ComparedRun(NamedTuple):
 
 def write_comparison(runs: Sequence[Path], to: Path | None = None, reload: float | None = None) -> Path:
     """Write an HTML file that compares several runs and return its path; default ./comparison.html."""
-    return write(comparison([read_run(Path(run)) for run in runs], reload), Path(to or "comparison.html"))
+    return html.write(comparison([read_run(Path(run)) for run in runs], reload), Path(to or "comparison.html"))
 
 
 def comparison(logs: Sequence[RunLog], reload: float | None = None) -> str:
@@ -62,10 +46,10 @@ def comparison(logs: Sequence[RunLog], reload: float | None = None) -> str:
     for name, run, charts, samples, previews in runs:
         warnings = run.warnings + training.warnings(charts) + samples.warnings + previews.warnings
         messages += [f"{name}: {warning}" for warning in warnings]
-    states = "".join(f"<li><b>{text(c.name)}</b> {text(training.state(c.run))}</li>" for c in runs)
+    states = "".join(f"<li><b>{html.text(c.name)}</b> {html.text(training.state(c.run))}</li>" for c in runs)
     title = " and ".join(c.name for c in runs) if len(runs) == 2 else f"{len(runs)} runs"
     head = f'<ul class="states quiet">{states}</ul>\n'
-    return page(title, head, [warnings_section(messages), *sections], reload=reload)
+    return html.page(title, head, [html.warnings_section(messages), *sections], reload=reload)
 
 
 def names(runs: Sequence[RunLog]) -> list[str]:
@@ -86,29 +70,29 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict) and value:
             flat_settings |= flat(value, f"{prefix}{name}.")
         else:
-            flat_settings[f"{prefix}{name}"] = format_value(value)
+            flat_settings[f"{prefix}{name}"] = html.format_value(value)
     return flat_settings
 
 
-def _settings(runs: Sequence[ComparedRun]) -> tuple[Section, Section]:
+def _settings(runs: Sequence[ComparedRun]) -> tuple[html.Section, html.Section]:
     """Sections "Different settings" and "Equal settings"."""
     settings_of_runs = [flat(c.run.metadata) for c in runs]
     names = dict.fromkeys(name for settings in settings_of_runs for name in settings if name not in NOT_SETTINGS)
-    rows = [(name, *(settings.get(name, MISSING) for settings in settings_of_runs)) for name in names]
+    rows = [(name, *(settings.get(name, html.MISSING) for settings in settings_of_runs)) for name in names]
     different = [row for row in rows if len(set(row[1:])) > 1]
     equal = [row[:2] for row in rows if len(set(row[1:])) == 1]
-    differences = note_paragraph("None.")
+    differences = html.note_paragraph("None.")
     if different:
-        differences = table(("", *(c.name for c in runs)), different, text_columns=1 + len(runs))
-    equal_table = table(("", "all"), equal, text_columns=2)
+        differences = html.table(("", *(c.name for c in runs)), different, text_columns=1 + len(runs))
+    equal_table = html.table(("", "all"), equal, text_columns=2)
     details = f"<details><summary>{len(equal):,} settings</summary>{equal_table}</details>" if equal else ""
-    return Section("Different settings", differences), Section("Equal settings", details)
+    return html.Section("Different settings", differences), html.Section("Equal settings", details)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def _curves(runs: Sequence[ComparedRun]) -> Section:
+def _curves(runs: Sequence[ComparedRun]) -> html.Section:
     """One chart for each title that any run has."""
     charts_of_runs = [c.charts for c in runs]
     titles = dict.fromkeys(title for charts in charts_of_runs for title in charts)
@@ -119,11 +103,11 @@ def _curves(runs: Sequence[ComparedRun]) -> Section:
     }
     figures = training.figures(overlaid, span)
     has_groups = any(len(curves) > 1 for charts in charts_of_runs for curves in charts.values())
-    note = note_paragraph("Only the learning rate of the first parameter group is drawn.") if has_groups else ""
-    return Section("Curves", figures + note if figures else note_paragraph("No data to draw yet."))
+    note = html.note_paragraph("Only the learning rate of the first parameter group is drawn.") if has_groups else ""
+    return html.Section("Curves", figures + note if figures else html.note_paragraph("No data to draw yet."))
 
 
-def _best(runs: Sequence[ComparedRun]) -> Section:
+def _best(runs: Sequence[ComparedRun]) -> html.Section:
     curves_of_runs = [{curve.name: curve for curve in training.measured_curves(c.run)} for c in runs]
     names = dict.fromkeys(name for curves in curves_of_runs for name in curves)
     rows = []
@@ -131,36 +115,32 @@ def _best(runs: Sequence[ComparedRun]) -> Section:
         for which in training.better_extremes(name):
             extremes = [training.extreme(curves[name], which) if name in curves else [] for curves in curves_of_runs]
             if any(extremes):
-                rows.append((name, which, *aligned([extreme[0][1] if extreme else None for extreme in extremes])))
+                rows.append((name, which, *html.aligned([extreme[0][1] if extreme else None for extreme in extremes])))
     head = ("", "", *(c.name for c in runs))
-    return Section("Best values", table(head, rows, text_columns=2) if rows else "")
+    return html.Section("Best values", html.table(head, rows, text_columns=2) if rows else "")
 
 
 # --- suspects ---------------------------------------------------------------------------------------------------------
 
 
-def _suspects(runs: Sequence[ComparedRun]) -> Section:
+def _suspects(runs: Sequence[ComparedRun]) -> html.Section:
     """Suspects compared by id, which identifies a sample only if the runs used the same dataset."""
     with_ledger = [c for c in runs if c.samples.rankings]
     if len(with_ledger) < 2:
-        return Section("Suspects", note_paragraph("Comparing suspects needs two runs with a ledger."))
+        return html.Section("Suspects", html.note_paragraph("Comparing suspects needs two runs with a ledger."))
     ranks = {c.name: {sample_id: k + 1 for k, sample_id in enumerate(c.samples.suspects)} for c in with_ledger}
-    only_in_one = columns("".join(_only_in_run(c, ranks) for c in with_ledger))
-    return Section("Suspects", _common_suspects(with_ledger, ranks) + only_in_one)
-
-
-def _common_suspects(runs: Sequence[ComparedRun], ranks: Ranks) -> str:
-    """Cards of the samples that are suspect in all runs, sorted by the sum of their ranks."""
+    only_in_one = html.columns("".join(_only_in_run(c, ranks) for c in with_ledger))
+    # Cards of the samples that are suspect in all runs, sorted by the sum of their ranks.
     in_all_runs = set.intersection(*(set(of_run) for of_run in ranks.values()))
-    ids = [sample_id for sample_id in ranks[runs[0].name] if sample_id in in_all_runs]
+    ids = [sample_id for sample_id in ranks[with_ledger[0].name] if sample_id in in_all_runs]
     ids.sort(key=lambda sample_id: sum(of_run[sample_id] for of_run in ranks.values()))
-    scope = "both runs" if len(runs) == 2 else f"all {len(runs)} runs"
+    scope = "both runs" if len(with_ledger) == 2 else f"all {len(with_ledger)} runs"
     are = "sample is" if len(ids) == 1 else "samples are"
     summary = f"{len(ids):,} {are} suspect in {scope}{_limit_note(MAX_CARDS, ids)}, with the rank in each run."
-    previews = _previews(ids[:MAX_CARDS], runs)
+    previews = _previews(ids[:MAX_CARDS], with_ledger)
     cards = "".join(_card(sample_id, previews.get(sample_id, {}), ranks) for sample_id in ids[:MAX_CARDS])
     gallery = f'<ol class="gallery">{cards}</ol>' if cards else ""
-    return f"<p>{summary}</p>{gallery}"
+    return html.Section("Suspects", f"<p>{summary}</p>{gallery}" + only_in_one)
 
 
 def _previews(ids: Sequence[str], runs: Sequence[ComparedRun]) -> dict[str, Preview]:
@@ -172,8 +152,8 @@ def _previews(ids: Sequence[str], runs: Sequence[ComparedRun]) -> dict[str, Prev
 
 
 def _card(sample_id: str, preview: Preview, ranks: Ranks) -> str:
-    ranks_of_sample = definition_list([(name, f"{of_run[sample_id]:,}") for name, of_run in ranks.items()])
-    title = f"<strong>{breakable(shortened(sample_id))}</strong>"
+    ranks_of_sample = html.definition_list([(name, f"{of_run[sample_id]:,}") for name, of_run in ranks.items()])
+    title = f"<strong>{html.breakable(html.shortened(sample_id))}</strong>"
     return f'<li><div class="card">{as_html(preview)}{title}{ranks_of_sample}</div></li>'
 
 
@@ -183,10 +163,10 @@ def _only_in_run(run: ComparedRun, ranks: Ranks) -> str:
     suspects = ranks[run.name]
     only_here = [sample_id for sample_id in suspects if sample_id not in in_other_runs]
     score = run.samples.rankings[0].title.replace(" (recommended)", "")
-    ids = "".join(f"<li>{text(shortened(sample_id))}</li>" for sample_id in only_here[:MAX_IDS])
+    ids = "".join(f"<li>{html.text(html.shortened(sample_id))}</li>" for sample_id in only_here[:MAX_IDS])
     return (
-        f"<figure><figcaption>Only in {text(run.name)}: {len(only_here):,} of {len(suspects):,}, by {text(score)}"
-        f'{_limit_note(MAX_IDS, only_here)}</figcaption><ol class="ids">{ids}</ol></figure>'
+        f"<figure><figcaption>Only in {html.text(run.name)}: {len(only_here):,} of {len(suspects):,}, by "
+        f'{html.text(score)}{_limit_note(MAX_IDS, only_here)}</figcaption><ol class="ids">{ids}</ol></figure>'
     )
 
 

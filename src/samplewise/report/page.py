@@ -9,25 +9,14 @@ from pathlib import Path
 
 from samplewise.core.files import QUARANTINE_FILE
 from samplewise.ledger.files import FOLDER
-from samplewise.report import training
+from samplewise.report import html, training
 from samplewise.report.compare import write_comparison
 from samplewise.report.gradients import importance, layers, noise, norms
-from samplewise.report.html import (
-    Section,
-    columns,
-    headline_tiles,
-    number,
-    page,
-    text,
-    value_table,
-    warnings_section,
-    write,
-)
 from samplewise.report.previews import read_previews
-from samplewise.report.quarantine import quarantine
-from samplewise.report.run_log import RunLog, is_number, read_run
+from samplewise.report.run_log import RunLog, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import data_map, scatter
+from samplewise.report.training import quarantine
 
 MAX_TILES = 6  # headline figures
 INTERVAL = 5.0  # seconds between two looks at a watched run
@@ -42,7 +31,7 @@ def write_report(run: Path, to: Path | None = None, reload: float | None = None)
     reload: seconds after which the page reloads itself; default never
     """
     to = Path(run) / "report.html" if to is None else Path(to)
-    return write(report(read_run(Path(run)), reload), to)
+    return html.write(report(read_run(Path(run)), reload), to)
 
 
 def report(run: RunLog, reload: float | None = None) -> str:
@@ -70,35 +59,33 @@ def report(run: RunLog, reload: float | None = None) -> str:
     sections = [*of_samples, norm_quantiles] if run.ledger_only else [*first, norm_quantiles, *of_log]
     # Last, because the sections add warnings about previews.
     messages = run.warnings + training.warnings(charts) + samples.warnings + previews.warnings
-    head = f'<p class="quiet">{text(training.state(run))}</p>\n' + tiles(run, samples.count)
+    head = f'<p class="quiet">{html.text(training.state(run))}</p>\n' + tiles(run, samples.count)
     scripts = ["dom.js", "plot.js", "samples.js"] if samples.table is not None else []
-    return page(run.name, head, [warnings_section(messages), *sections], scripts, reload)
+    return html.page(run.name, head, [html.warnings_section(messages), *sections], scripts, reload)
 
 
 def tiles(run: RunLog, samples: int | None) -> str:
     """Headline figures at the top of the page: updates, epochs, samples, best values."""
-    epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
-    entries = [("updates", f"{run.reached('update'):,}"), ("epochs", f"{len(epochs):,}")]
+    entries = [("updates", f"{run.reached('update'):,}"), ("epochs", f"{len(run.epochs):,}")]
     entries += [("samples", f"{samples:,}")] if samples is not None else []
     for measured_curve in reversed(training.measured_curves(run)):  # validation before training
         extremes = training.better_extremes(measured_curve.name)
         if len(extremes) == 1:  # otherwise the name does not show which one is better
             entries += [
-                (f"{extremes[0]} {measured_curve.name}", number(value))
+                (f"{extremes[0]} {measured_curve.name}", html.number(value))
                 for _, value in training.extreme(measured_curve, extremes[0])
             ]
-    return headline_tiles(entries[:MAX_TILES]) if run.lines else ""
+    return html.headline_tiles(entries[:MAX_TILES]) if run.lines else ""
 
 
-def configuration(run: RunLog) -> Section:
+def configuration(run: RunLog) -> html.Section:
     """Section "Configuration" with the content of run.json; each nested object becomes a table of its own."""
     nested = {name: value for name, value in run.metadata.items() if isinstance(value, dict) and value}
     values = {name: value for name, value in run.metadata.items() if name != "name" and not isinstance(value, dict)}
-    epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
-    counters = {"epochs": len(epochs), "updates": run.reached("update"), "samples logged": run.reached("samples")}
-    tables = [value_table("Run", values | counters)]
-    tables += [value_table(name.capitalize(), nested_values) for name, nested_values in nested.items()]
-    return Section("Configuration", columns("".join(tables)))
+    counters = {"epochs": len(run.epochs), "updates": run.reached("update"), "samples logged": run.reached("samples")}
+    tables = [html.value_table("Run", values | counters)]
+    tables += [html.value_table(name.capitalize(), nested_values) for name, nested_values in nested.items()]
+    return html.Section("Configuration", html.columns("".join(tables)))
 
 
 # --- one run or several, once or until they end -----------------------------------------------------------------------

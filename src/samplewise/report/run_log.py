@@ -70,6 +70,11 @@ class RunLog:
     def lines(self) -> list[Line]:
         return self.train + self.validation + self.epoch + ([self.end] if self.end else [])
 
+    @property
+    def epochs(self) -> set[int | float]:
+        """Numbers of the epochs in the log."""
+        return {line["epoch"] for line in self.lines if is_number(line.get("epoch"))}
+
     def reached(self, key: str) -> int:
         """Largest value of a counter such as `update` over all lines."""
         values = (line.get(key) for line in self.lines)

@@ -16,7 +16,6 @@ from samplewise.engine.deferred_checks import DeferredChecks
 from samplewise.errors import NonFiniteLossError, ParameterError, SamplewiseError
 from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
-from samplewise.step.by_samples import SampleScheduler
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import MixedPrecision
 from samplewise.step.nonfinite import (
@@ -31,6 +30,7 @@ from samplewise.step.nonfinite import (
     supports_undo,
 )
 from samplewise.step.parameters import TrainedParameters
+from samplewise.step.schedules import SampleScheduler
 from samplewise.step.sizes import WindowSizes
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window

@@ -175,6 +175,8 @@ def backward(
                 with without_grads(parameters.named.values()):  # references may run backward passes
                     directions = chain.directions(parameters.named)
             chain.samples.measure(g, stats, directions, norms=True, scale=framework.factor / denominator)
+            if chain.weighs and framework.skips_overflow:
+                g._settle()  # on an accelerator, values are not checked before that
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise

@@ -15,12 +15,11 @@ from samplewise.core.microbatch import Auto, as_microbatch
 from samplewise.core.validate import accepts, refuse_keras
 from samplewise.errors import NonFiniteGradientError, PrivacyError
 from samplewise.parallel.launch import ParallelArgument
-from samplewise.step.by_samples import BySamples, SampleScheduler
 from samplewise.step.noise import check_noise_is_known
 from samplewise.step.policy import OrdinaryUpdate, UpdatePolicy
-from samplewise.step.schedules import FollowNoise, Ramp, Samples
+from samplewise.step.schedules import BySamples, FollowNoise, Ramp, Samples, SampleScheduler
 from samplewise.transforms.chain import Chain, as_chain
-from samplewise.transforms.per import Per, as_per
+from samplewise.transforms.sums import Per, as_per
 
 Tail = Literal["update", "drop", "carry"]
 Interaction = Literal["refuse", "allow"]

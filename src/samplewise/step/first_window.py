@@ -173,18 +173,14 @@ def check_weights(chain: Chain, parts: Sequence[SampleStats]) -> None:
         )
     intended = bool(chain.on_sum) or any(t.sets_norm for t in (*chain.samples.transforms, *chain.groups.transforms))
     if columns and not large and not intended:
-        warn(_small_weights(chain, parts, weights))
-
-
-def _small_weights(chain: Chain, parts: Sequence[SampleStats], weights: Sequence[float]) -> str:
-    """Message with the numbers of this rank. `weights`: the largest of each part."""
-    message = f"every weight of the first update is below {SMALL}, with {chain!r}"
-    if weights:
-        message += f"; the largest is {max(weights):.2g}"
-    norms = [part.unscaled_norms for part in parts if part.unscaled_norms is not None]
-    if weights and norms:
-        message += f", and the median norm of the samples' gradients is {torch.cat(norms).median().item():.3g}"
-    return f"{message}. {_hint_about_counts(chain, parts)}Use larger bounds or weights, unless this is intended."
+        # Message with the numbers of this rank. `weights`: the largest of each part.
+        message = f"every weight of the first update is below {SMALL}, with {chain!r}"
+        if weights:
+            message += f"; the largest is {max(weights):.2g}"
+        norms = [part.unscaled_norms for part in parts if part.unscaled_norms is not None]
+        if weights and norms:
+            message += f", and the median norm of the samples' gradients is {torch.cat(norms).median().item():.3g}"
+        warn(f"{message}. {_hint_about_counts(chain, parts)}Use larger bounds or weights, unless this is intended.")
 
 
 def _hint_about_counts(chain: Chain, parts: Sequence[SampleStats]) -> str:

@@ -21,8 +21,8 @@ from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
 from samplewise.step.accumulate import Accumulator, AccumulatorWrapper
 from samplewise.step.forward import LossEvaluator
-from samplewise.transforms.per import Per, divide_by_counts, sum_by_group
 from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.sums import Per, divide_by_counts, sum_by_group
 
 
 class GroupCounts:
@@ -137,7 +137,7 @@ class GroupMeansAccumulator(AccumulatorWrapper):
         keys: list[Hashable] = []
         counts: list[Tensor] = []
         for microbatch in microbatches:
-            losses, own = self._evaluator.losses(microbatch)
+            losses, sample_counts = self._evaluator.losses(microbatch)
             keys += self._counts.aggregate.group_keys(microbatch, len(losses))
-            counts.append(ones(losses) if own is None else own)
+            counts.append(ones(losses) if sample_counts is None else sample_counts)
         return sum_by_group(keys, torch.cat(counts)) if counts else {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from samplewise.core.text import Table, Tabular
 from samplewise.transforms.chain import Chain
-from samplewise.transforms.per import Per
+from samplewise.transforms.sums import Per
 from samplewise.transforms.transform import Grouping, SumTransform, Transform
 
 

@@ -100,7 +100,17 @@ def reduce_window(
         ranks.discard_sums()
         return
     if config.transforms.references:
-        _check_directions(fingerprint())
+        # Raise unless the reference directions are equal on all ranks, up to rounding.
+        gathered = collectives.all_gather_object(fingerprint())
+        fingerprints = [torch.tensor(other) for other in gathered if other is not None]
+        if any(
+            not torch.allclose(other, fingerprints[0], rtol=1e-3, atol=1e-5 * float(fingerprints[0].norm()))
+            for other in fingerprints
+        ):
+            raise DistributedError(
+                "the reference must be equal on all ranks; found different ones. Compute it from the same samples on "
+                "every rank, or average it over ranks: sw.gradients(losses, model).mean(all_reduce=True)."
+            )
     ranks.reduce_gradients(trained.named, trained.owned, buffers)
 
 
@@ -122,17 +132,3 @@ def _problem(window: Window) -> Exception | None:
     if config.on_nonfinite != "skip":
         collectives.barrier(problem)
     return problem or nonfinite_elsewhere()
-
-
-def _check_directions(fingerprint: list[float] | None) -> None:
-    """Raise unless the reference directions are equal on all ranks, up to rounding."""
-    gathered = collectives.all_gather_object(fingerprint)
-    fingerprints = [torch.tensor(other) for other in gathered if other is not None]
-    if any(
-        not torch.allclose(other, fingerprints[0], rtol=1e-3, atol=1e-5 * float(fingerprints[0].norm()))
-        for other in fingerprints
-    ):
-        raise DistributedError(
-            "the reference must be equal on all ranks; found different ones. Compute it from the same samples on "
-            "every rank, or average it over ranks: sw.gradients(losses, model).mean(all_reduce=True)."
-        )

@@ -75,7 +75,10 @@ class NoiseFollower:
         self.average.add(new, self.schedule.decay)
         noise = self.average.value
         scale = inf if noise.signal <= 0 < noise.trace else noise.scale
-        larger, smaller = self._neighbors()
+        # Next and previous size; NaN, which no target reaches, if there is none.
+        sizes = self.schedule.sizes
+        k = sizes.index(self.size)
+        larger, smaller = sizes[k + 1] if k + 1 < len(sizes) else nan, sizes[k - 1] if k else nan
         if self.schedule.ratio * scale >= larger:
             self._beyond = max(self._beyond, 0) + 1
         elif self.schedule.ratio * scale <= smaller:
@@ -85,12 +88,6 @@ class NoiseFollower:
         if abs(self._beyond) >= self.schedule.patience:
             self.size = int(larger if self._beyond > 0 else smaller)
             self._beyond = 0
-
-    def _neighbors(self) -> tuple[float, float]:
-        """Next and previous size; NaN, which no target reaches, if there is none."""
-        sizes = self.schedule.sizes
-        k = sizes.index(self.size)
-        return sizes[k + 1] if k + 1 < len(sizes) else nan, sizes[k - 1] if k else nan
 
     def state_dict(self) -> dict[str, Any]:
         return {"size": self.size, "beyond": self._beyond, "noise": self.average.state_dict()}

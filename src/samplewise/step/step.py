@@ -23,7 +23,6 @@ from samplewise.parallel.fsdp import FSDPConfig
 from samplewise.parallel.launch import join_ranks
 from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.step.apply import UpdateApplier
-from samplewise.step.by_samples import BySamples, SampleScheduler
 from samplewise.step.compiled.runner import CompiledRunner, EagerRunner, MicrobatchRunner, Runner
 from samplewise.step.config import (
     FunctionalOptimizer,
@@ -38,15 +37,15 @@ from samplewise.step.forward import LossEvaluator, Means, MixedPrecision
 from samplewise.step.group_means import GroupCounts
 from samplewise.step.parameters import OpenWindowGuard, TrainedParameters
 from samplewise.step.policy import make_policy
-from samplewise.step.private_accumulate import PrivateAccumulator
 from samplewise.step.ranks import make_ranks
-from samplewise.step.schedules import FollowNoise, Ramp
+from samplewise.step.schedules import BySamples, FollowNoise, Ramp, SampleScheduler
 from samplewise.step.sizes import WindowSizes
+from samplewise.step.split_accumulate import PrivateAccumulator
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, BatchLayouts, Counters
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import Chain, Transforms, as_chain
-from samplewise.transforms.per import Per, sample_means
+from samplewise.transforms.sums import Per, sample_means
 
 if TYPE_CHECKING:
     from samplewise.step.config import Tail  # jedi 0.20, TAB in notebooks, fails at properties of type Literal

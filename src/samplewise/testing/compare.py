@@ -92,6 +92,7 @@ class Tolerance:
 EXACT = Tolerance(1e-9, 1e-14)
 SECOND_ORDER = Tolerance(1e-7, 1e-12)
 SINGLE = Tolerance(1e-4, 1e-6)
+TENSOR_FLOAT = Tolerance(5e-3, 5e-4)  # ten times the rounding error of a 10-bit mantissa, as HALF for 7 bits
 HALF = Tolerance(4e-2, 4e-3)
 
 

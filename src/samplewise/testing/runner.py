@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.memory import allow_tf32
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplesInteractError
 from samplewise.testing.case import Case
@@ -21,6 +22,7 @@ from samplewise.testing.compare import (
     HALF,
     QUANTITIES,
     SINGLE,
+    TENSOR_FLOAT,
     Disagreement,
     Tolerance,
     assert_agrees,
@@ -34,12 +36,16 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ZooPrecision:
-    """Precision of a comparison: dtype of the model, autocast dtype, quantities to compare, tolerance."""
+    """Precision of a comparison: dtype of the model, autocast dtype, quantities to compare, tolerance.
+
+    tf32: products of float32 numbers may be computed with a mantissa of 10 bits; only NVIDIA GPUs do that.
+    """
 
     dtype: torch.dtype
     tolerance: Tolerance
     quantities: tuple[str, ...]
     autocast: torch.dtype | None = None
+    tf32: bool = False
 
     def autocast_context(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
@@ -69,6 +75,7 @@ class ZooPrecision:
 
 FP64 = ZooPrecision(torch.float64, EXACT, tuple(QUANTITIES))
 FP32 = ZooPrecision(torch.float32, SINGLE, tuple(name for name in QUANTITIES if name != "gram with another"))
+TF32 = ZooPrecision(torch.float32, TENSOR_FLOAT, CORE, tf32=True)
 BF16 = ZooPrecision(torch.float32, HALF, CORE, torch.bfloat16)
 PRECISIONS = {"fp64": FP64, "fp32": FP32, "bf16": BF16}
 
@@ -132,7 +139,7 @@ class CaseResult:
 
 def run_case(case: Case, precision: ZooPrecision = FP64, device: torch.device = CPU) -> CaseResult:
     """Compare engine and oracle on one case; never raises."""
-    with warnings.catch_warnings(action="ignore"), _without_tf32():  # warnings about missing kernels, for example
+    with warnings.catch_warnings(action="ignore"), allow_tf32(precision.tf32):  # missing kernels, for example
         try:
             prepared = prepare_comparison(case, precision, device)
         except Exception as error:
@@ -169,11 +176,11 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Disable TF32 in cuDNN, which has a 10-bit mantissa, inside the block."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+def one_thread() -> Iterator[None]:
+    """Limit torch to one thread; for models this small, synchronizing threads takes longer than computing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        torch.set_num_threads(before)

@@ -37,6 +37,7 @@ from samplewise.engine.grads.kernels import (
 # Rows are computed in chunks of about this many elements: small enough for the allocator to reuse the same memory (new
 # pages cost more than the arithmetic), large enough that the overhead of calls is negligible.
 CHUNK = 2**21
+LARGE_ROWS = 32  # in a chunk of rows that are large enough for a call each
 # Chunk size for Gram matrices, which need all pairs of samples: larger chunks mean fewer recomputations.
 GRAM_CHUNK = 2**25
 
@@ -168,11 +169,18 @@ class PerSampleGrad(ABC):
 
     def sum_of_squares(self, center: Tensor | None) -> Tensor:
         """Sum over b of (row b - center)**2, in the parameter's shape; None means a center of zero."""
-        result: Tensor | int = 0
+        result: Tensor | None = None
         for _, rows in self.chunks():
             off = rows if center is None else rows - center
-            result = result + (off.abs() if off.is_complex() else off).square().sum(0)
-        assert isinstance(result, Tensor)
+            off = off.abs() if off.is_complex() else off
+            if result is None:
+                result = torch.zeros_like(off[0])
+            if self.width < CHUNK // LARGE_ROWS:
+                result = result + off.square().sum(0)
+            else:  # without a second matrix of the same size
+                for row in off:
+                    result = result.addcmul_(row, row)
+        assert result is not None
         return result
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:

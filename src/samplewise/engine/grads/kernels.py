@@ -192,7 +192,8 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     _, m, k = a.shape
     if not prefers_onednn(a, b, m, b.shape[2], k):
         return torch.bmm(a, b)
-    return torch.stack([_product(x, y) for x, y in zip(a.unbind(), b.unbind(), strict=True)])
+    products = [_product(x, y) for x, y in zip(a.unbind(), b.unbind(), strict=True)]
+    return products[0][None] if len(products) == 1 else torch.stack(products)
 
 
 def prefers_onednn(a: Tensor, b: Tensor, m: int, n: int, k: int) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +19,6 @@ from torch import Tensor
 from samplewise.engine.deferred_checks import is_traced
 from samplewise.engine.graph.graph import Edge, numel
 from samplewise.engine.ownership.layouts import MOST_PLACES, RowOwners, SampleDim, inner_at, locate
-
-
-class RowGather(Protocol):
-    """Assignment of rows to samples; converts (rows, *features) to (samples, tokens, *features), padded with zeros."""
-
-    def gather(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +52,10 @@ class RaggedGather:
     @cached_property
     def _has_padding(self) -> bool:
         return self.slots.numel() == 0 or bool(self.slots.amax() == self.rows)
+
+
+# Assignment of rows to samples; converts (rows, *features) to (samples, tokens, *features), padded with zeros.
+RowGather = RegularGather | RaggedGather
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.grads.kernels import PairSums, bmm, frobenius_norms, is_plain, root, scale_to_one
-from samplewise.engine.graph.graph import Node, scalar
+from samplewise.engine.graph.graph import scalar
 from samplewise.engine.rules.rule_input import Use, summed
 
 # Convolution kernels compute this many input channels at a time: with fewer, the product of patches is faster.
@@ -55,11 +55,6 @@ class ConvolutionSettings(NamedTuple):
         return not self.transposed and self.groups == 1
 
 
-def _settings(node: Node) -> ConvolutionSettings:
-    names: Any = ConvolutionSettings._fields
-    return ConvolutionSettings(*(scalar(node, name) for name in names))
-
-
 def kernel(use: Use) -> PerSampleGrad | None:
     """Rule for the weight of a convolution."""
     grad = _kernel(use)
@@ -81,7 +76,13 @@ def _kernel(use: Use) -> ConvolutionGrad | None:
     rows = use.rows(1)
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
-    return ConvolutionGrad(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
+    names: Any = ConvolutionSettings._fields
+    return ConvolutionGrad(
+        rows.gather(x),
+        rows.gather(g),
+        weight.detach(),
+        ConvolutionSettings(*(scalar(use.node, name) for name in names)),
+    )
 
 
 def bias(use: Use) -> PerSampleGrad | None:

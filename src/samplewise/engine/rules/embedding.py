@@ -90,7 +90,10 @@ def bag_table(use: Use) -> PerSampleGrad | None:
         g = g / use.saved["result2"].clamp_min(1)[:, None]  # sizes of the bags, without padding
     tokens, bag = _entries_of_samples(use, rows)
     index = tokens.gather(use.saved["indices"])
-    present = _present(node, index, tokens)
+    # Flags (b, t) of entries that are no padding, neither of the bag nor of the samples.
+    padding = scalar(node, "padding_idx")
+    present = index != padding if padding < NO_PADDING else torch.ones_like(index, dtype=torch.bool)
+    present = present & (tokens.slots < tokens.rows) if isinstance(tokens, RaggedGather) else present
     weights = use.saved["per_sample_weights"]
 
     def entries() -> FactoredGrad:
@@ -123,13 +126,6 @@ def _entries_of_samples(use: Use, rows: RowGather) -> tuple[RowGather, Tensor]:
         return RegularGather(rows.samples, rows.outer, rows.inner * size), bag  # bags of one size
     owner = use.owner_map.owners(tuple(use.gradient.shape), use.gradient.device).amax(1)
     return ragged_gather(owner[bag], use.samples), bag
-
-
-def _present(node: Node, index: Tensor, tokens: RowGather) -> Tensor:
-    """Flags (b, t) of entries that are no padding, neither of the bag nor of the samples."""
-    padding = scalar(node, "padding_idx")
-    present = index != padding if padding < NO_PADDING else torch.ones_like(index, dtype=torch.bool)
-    return present & (tokens.slots < tokens.rows) if isinstance(tokens, RaggedGather) else present
 
 
 def _largest_entries(use: Use, rows: RowGather) -> PerSampleGrad:

@@ -18,15 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import leaves
 from samplewise.core.losses import IGNORE_INDEX
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, DistributedError, GraphError, SamplesInteractError, SamplewiseError
-from samplewise.integrations.huggingface.outputs import per_sample_outputs
+from samplewise.integrations.huggingface.outputs import TrainerLoss, attached, per_sample_outputs, reduced_losses
 from samplewise.integrations.huggingface.recording import with_columns
-from samplewise.integrations.huggingface.reductions import TrainerLoss, reduced_losses
-from samplewise.integrations.huggingface.sentence_losses import check_sentence_loss
-from samplewise.integrations.huggingface.units import loss_without_graph, number_of_samples
+from samplewise.integrations.huggingface.units import check_sentence_loss, loss_without_graph, number_of_samples
 from samplewise.integrations.transformers_losses import KnownLosses
 from samplewise.ledger.sample_ids import IdCollator, as_column, split_entries
 from samplewise.parallel import collectives
@@ -71,9 +68,11 @@ class BatchKind(ABC):
     def samples(self, batch: Any) -> int:
         """Number of samples of a batch."""
 
-    @abstractmethod
     def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
-        """Tensors among the outputs of the forward passes that are attached to the graph, with their samples."""
+        """Tensors among the outputs of the forward passes that are attached to the graph, with their samples. Default:
+        row i of an output is sample i.
+        """
+        return per_sample_outputs(forward, self.samples(batch)), None
 
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
         """Losses of the samples; None if they are not known."""
@@ -130,9 +129,8 @@ class Sentences(Rows):
         not zero.
         """
         samples = self.samples(batch)
-        outputs = [z for z in attached(forward) if len(z) % samples == 0]
-        if not outputs:
-            raise no_outputs(forward, f"rows for each of {plural(samples, 'sample')}")
+        rows = f"rows for each of {plural(samples, 'sample')}"
+        outputs = outputs_with(forward, lambda z: len(z) % samples == 0, rows)
         owners = [torch.arange(len(z), device=z.device) % samples for z in outputs]
         name = batch.get("dataset_name")
         if name not in self._verified:
@@ -169,9 +167,9 @@ class Documents(BatchKind):
         one, two = (loss_without_graph(self.trainer, model, batch, None) for batch in (inputs, other))
         compared = bool((other["input_ids"] != ids).any()) and abs(one) > 0
         differs = abs(one - two) > (1e-5 if next(model.parameters()).dtype.itemsize > 2 else 1e-2) * abs(one)
-        found = collectives.all_reduce_scalars(float(compared), float(compared and differs))
-        self._independent = found[0] > 0
-        if found[1]:
+        comparisons, differences = collectives.all_reduce_scalars(float(compared), float(compared and differs))
+        self._independent = comparisons > 0
+        if differences:
             raise SamplesInteractError(
                 "documents in one row must not attend to each other to be samples; found that the loss of one changes "
                 "with the tokens of another. Use a model and an attn_implementation that separate them by position_ids "
@@ -191,9 +189,8 @@ class Documents(BatchKind):
         rows, length = documents.shape
         # Position t predicts the token at t + 1: heads that are fused with the loss have no value for the last one.
         shapes = ((rows, length), (rows, length - 1))
-        outputs = [z for z in attached(forward) if z.shape[:2] in shapes]
-        if not outputs:
-            raise no_outputs(forward, f"one value for each of {plural(documents.numel(), 'token')}")
+        rows_of_tokens = f"one value for each of {plural(documents.numel(), 'token')}"
+        outputs = outputs_with(forward, lambda z: z.shape[:2] in shapes, rows_of_tokens)
         return outputs, [documents[:, : z.shape[1]] for z in outputs]
 
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
@@ -201,7 +198,7 @@ class Documents(BatchKind):
         forward = trainer_loss.forward[0]
         outputs = forward if isinstance(forward, Mapping) else {}
         documents = self._documents(batch)
-        known = []
+        losses_of_documents = []
         for number in range(int(documents.max()) + 1):
             row, first = (int(k[0]) for k in (documents == number).nonzero(as_tuple=True))
             part = (slice(row, row + 1), slice(first, first + int((documents == number).sum())))
@@ -209,8 +206,8 @@ class Documents(BatchKind):
             samples = sample_losses(tokens, {"labels": batch["labels"][part]})
             if samples is None:
                 return None
-            known.append(samples.losses)
-        losses = torch.cat(known)
+            losses_of_documents.append(samples.losses)
+        losses = torch.cat(losses_of_documents)
         return KnownLosses(losses, self.counts(batch).to(losses.dtype))
 
     def counts(self, batch: Any) -> Tensor:
@@ -242,17 +239,17 @@ class Documents(BatchKind):
                 "begin; found none. Use a collator that returns position_ids."
             )
         numbers = (starts.flatten().cumsum(0) - 1).view(starts.shape)
-        found = int(numbers.max()) + 1
+        documents = int(numbers.max()) + 1
         ids = batch.get(self.trainer._adapter.id_key)
         if ids is not None:
             count = sum(map(len, ids)) if _is_nested(ids) else len(ids)
         else:  # the position ids of padding are zeros; a document of one token has no label either
             lengths = numbers.flatten().bincount()
-            count = int((lengths > 1).nonzero().max()) + 1 if bool((lengths > 1).any()) else found
-        if count > found:
+            count = int((lengths > 1).nonzero().max()) + 1 if bool((lengths > 1).any()) else documents
+        if count > documents:
             raise BatchError(
                 f"a batch must have one id for each document; found {plural(count, 'id')} for "
-                f"{plural(found, 'document')}. Remove empty texts from the dataset."
+                f"{plural(documents, 'document')}. Remove empty texts from the dataset."
             )
         return numbers.clamp(max=count - 1)
 
@@ -272,17 +269,14 @@ class Judged(BatchKind):
     def samples(self, batch: Any) -> int:
         return len(batch["label"])
 
-    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
-        return per_sample_outputs(forward, self.samples(batch)), None
-
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
         """The losses, which the trainer computes for the desirable completions first, in the order of the rows."""
-        known = super().losses(trainer_loss, sample_losses, batch)
-        if known is None:
+        sample_values = super().losses(trainer_loss, sample_losses, batch)
+        if sample_values is None:
             return None
-        undesirable = ~torch.as_tensor(batch["label"], dtype=torch.bool, device=known.losses.device)
+        undesirable = ~torch.as_tensor(batch["label"], dtype=torch.bool, device=sample_values.losses.device)
         order = undesirable.to(torch.int8).argsort(stable=True)
-        return KnownLosses(torch.empty_like(known.losses).index_copy(0, order, known.losses))
+        return KnownLosses(torch.empty_like(sample_values.losses).index_copy(0, order, sample_values.losses))
 
 
 class Pairs(BatchKind):
@@ -294,9 +288,8 @@ class Pairs(BatchKind):
 
     def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
         pairs = self.samples(batch)
-        outputs = [z for z in attached(forward) if len(z) in (pairs, 2 * pairs)]
-        if not outputs:
-            raise no_outputs(forward, f"two rows for each of {plural(pairs, 'pair')}")
+        rows = f"two rows for each of {plural(pairs, 'pair')}"
+        outputs = outputs_with(forward, lambda z: len(z) in (pairs, 2 * pairs), rows)
         return outputs, [torch.arange(len(z)) % pairs for z in outputs]
 
     def losses(self, trainer_loss: TrainerLoss, sample_losses: SampleLosses, batch: Any) -> KnownLosses | None:
@@ -319,9 +312,6 @@ class Completions(BatchKind):
 
     def samples(self, batch: Any) -> int:
         return len(batch["completion_ids"])
-
-    def outputs(self, loss: Tensor, model: nn.Module, forward: Sequence[Any], batch: Any) -> OwnedOutputs:
-        return per_sample_outputs(forward, self.samples(batch)), None
 
     def items(self, batch: Any) -> int:
         """Number of completions in a step. The data loader repeats the prompts of several steps."""
@@ -365,18 +355,18 @@ def with_prompt_columns(completions: Any, prompts: Any, keys: Sequence[Hashable]
     return {**completions, **columns}
 
 
-def attached(forward: Sequence[Any]) -> list[Tensor]:
-    """Tensors among outputs that are attached to the graph, except scalars."""
-    return [z for output in forward for z in leaves(output) if isinstance(z, Tensor) and z.requires_grad and z.dim()]
-
-
-def no_outputs(forward: Sequence[Any], rows: str) -> GraphError:
-    shapes = ", ".join(str(tuple(z.shape)) for z in attached(forward)[:3])
-    return GraphError(
-        f"the model must return an output with {rows}, such as logits; found "
-        f"{f'only shapes {shapes}' if shapes else 'none'}. Return the logits from the model, without a kernel that "
-        "fuses logits and loss."
-    )
+def outputs_with(forward: Sequence[Any], fits: Callable[[Tensor], bool], rows: str) -> list[Tensor]:
+    """Tensors among outputs that are attached to the graph and fit. `rows`: description of these."""
+    tensors = attached(forward)
+    outputs = [z for z in tensors if fits(z)]
+    if not outputs:
+        shapes = ", ".join(str(tuple(z.shape)) for z in tensors[:3])
+        raise GraphError(
+            f"the model must return an output with {rows}, such as logits; found "
+            f"{f'only shapes {shapes}' if shapes else 'none'}. Return the logits from the model, without a kernel that "
+            "fuses logits and loss."
+        )
+    return outputs
 
 
 # --- kind of a trainer ------------------------------------------------------------------------------------------------

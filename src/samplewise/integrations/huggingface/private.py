@@ -42,7 +42,7 @@ from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.privacy.release_log import KEY_FILE
 from samplewise.step.step import Step
 from samplewise.transforms.chain import Chain
-from samplewise.transforms.per import Per
+from samplewise.transforms.sums import Per
 
 # Entries of the Trainer's logs that are exact values of private samples, or are computed from the microbatch size.
 HIDDEN = ("loss", "train_loss", "total_flos", "train_samples_per_second", "train_tokens_per_second")
@@ -429,10 +429,10 @@ def check_private(trainer: Any, plan: Privacy) -> None:
             "no", args.include_num_input_tokens_seen or "no", "numbers of tokens are not covered by the guarantee"
         ),
     }  # fmt: skip
-    for name, (value, found, reason) in wanted.items():
-        if found != value:
+    for name, (value, setting, reason) in wanted.items():
+        if setting != value:
             raise PrivacyError(
-                f"{name} must be {value!r} with privacy=, because {reason}; found {found!r}. Set {name}={value!r}."
+                f"{name} must be {value!r} with privacy=, because {reason}; found {setting!r}. Set {name}={value!r}."
             )
     if trainer.is_fsdp_enabled:
         raise PrivacyError(

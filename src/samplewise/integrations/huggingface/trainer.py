@@ -15,20 +15,18 @@ from transformers import Trainer
 from samplewise.engine.gradients import gradients
 from samplewise.errors import GraphError, LossesError
 from samplewise.integrations.adapter import Adapter, BatchLoss, check_comes_first
-from samplewise.integrations.huggingface.aggregates import Aggregates, check_aggregate
 from samplewise.integrations.huggingface.batch_kinds import kind_of, unsupported, with_prompt_columns
-from samplewise.integrations.huggingface.denominators import Denominator, Denominators
-from samplewise.integrations.huggingface.outputs import OutputsHook
+from samplewise.integrations.huggingface.denominators import Aggregates, Denominator, Denominators, check_aggregate
+from samplewise.integrations.huggingface.outputs import OutputsHook, Reductions, TrainerLoss
 from samplewise.integrations.huggingface.private import PrivacyCallback, PrivateTraining, check_not_private
 from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger, with_id_column, with_packed_ids
-from samplewise.integrations.huggingface.reductions import Reductions, TrainerLoss
 from samplewise.integrations.transformers_losses import KnownLosses, auxiliary_loss, known_losses
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.sample_ids import Indexed, split_entries
 from samplewise.privacy.privacy import Privacy, PrivacyMeter
 from samplewise.step.backward import Rest, checked_chain
 from samplewise.transforms.chain import Transforms, as_chain
-from samplewise.transforms.per import Per
+from samplewise.transforms.sums import Per
 
 if TYPE_CHECKING:
     Base = Any  # a Trainer; known only in the class that uses the mixin
@@ -343,12 +341,12 @@ class PerSample(Base):
         if not forward or not (self._adapter.reads_losses or self._aggregates.unverified):
             return None
         with torch.no_grad():
-            known = torch.nan if denominator is None or self._denominators.losses_differ else denominator
-            trainer_loss = TrainerLoss(loss, known, forward, self._operands)
+            divisor = torch.nan if denominator is None or self._denominators.losses_differ else denominator
+            trainer_loss = TrainerLoss(loss, divisor, forward, self._operands)
             samples = self._kind.losses(trainer_loss, self.per_sample_losses, batch)
             if samples is None:
                 return None
-            samples = samples.checked(loss - auxiliary_loss(forward[0], self.model), known)
+            samples = samples.checked(loss - auxiliary_loss(forward[0], self.model), divisor)
         reader = next((t for t in self._adapter.chain.samples.transforms if "losses" in t.needs), None)
         if reader is not None and bool(samples.losses.isnan().any()):
             raise LossesError(

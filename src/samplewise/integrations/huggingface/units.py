@@ -1,4 +1,5 @@
-"""Unit of a trainer's loss: a mean over labels or samples, a sum, or a sum over `num_items_in_batch`.
+"""Unit of a trainer's loss: a mean over labels or samples, a sum, or a sum over `num_items_in_batch`; and losses that
+compare samples, which have none.
 
 It is found out with a few samples of a batch, in eval mode and without a graph. If the samples' losses are known from
 the outputs, the loss of the trainer is compared with their sum over each denominator. Otherwise it is compared with the
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from samplewise.core.batches import leaves
 from samplewise.core.state import eval_mode, snapshot
-from samplewise.errors import BatchError
+from samplewise.engine.ownership.independence import RULE
+from samplewise.errors import BatchError, GraphError, SamplesInteractError
 from samplewise.integrations.transformers_losses import auxiliary_loss
 from samplewise.parallel import collectives
 
@@ -157,8 +159,8 @@ class UnitProbe:
         if is_sum:
             return SUM, False
         if is_mean and is_label_mean:  # equal shares; or equal losses, of which every mean is the same
-            known = uniform == collectives.size()
-            return (LABELS if max(shares) == 1 else SAMPLES) if known else None, False
+            is_clear = uniform == collectives.size()
+            return (LABELS if max(shares) == 1 else SAMPLES) if is_clear else None, False
         return (SAMPLES if is_mean else LABELS if is_label_mean else None), False
 
     def factor_of_ranks(self) -> int:
@@ -265,13 +267,63 @@ def weighs_classes(loss: Tensor) -> bool:
     if loss.grad_fn is None:
         return False
     queue: deque[Any] = deque([loss.grad_fn])
-    seen = set(queue)
-    while queue and len(seen) < DEPTH:
+    visited = set(queue)
+    while queue and len(visited) < DEPTH:
         node = queue.popleft()
         weight = getattr(node, "_saved_weight", None) if node.name().startswith("NllLoss") else None
         if isinstance(weight, Tensor) and node._saved_reduction == MEAN and bool(weight.min() != weight.max()):
             return True
-        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        children = [child for child, _ in node.next_functions if child is not None and child not in visited]
         queue.extend(children)
-        seen.update(children)
+        visited.update(children)
+    return False
+
+
+# --- x ----------------------------------------------------------------------------------------------------------------
+
+
+def check_sentence_loss(
+    criterion: nn.Module, loss: Tensor, model: nn.Module, outputs: Sequence[Tensor], owners: Sequence[Tensor]
+) -> None:
+    """Raise an error if the gradients of single samples are not known. `owners`: samples of the rows of each output."""
+    of_model = set(map(id, model.parameters()))
+    for name, p in criterion.named_parameters():
+        if p.requires_grad and id(p) not in of_model:
+            raise GraphError(
+                "PerSample needs a loss whose trained parameters are those of the model; found the parameter "
+                f"{name!r} of {type(criterion).__name__}. Use a loss without parameters."
+            )
+    if compares_samples(loss, outputs, owners):
+        raise SamplesInteractError(
+            f"{RULE}; found {type(criterion).__name__}, which compares samples of a batch with each other, as in-batch "
+            "negatives do.",
+            (
+                "use a loss of single samples, such as CosineSimilarityLoss, ContrastiveLoss, TripletLoss or "
+                "MarginMSELoss",
+                "record which samples were used with sw.Ledger(norms=False), without transforms",
+            ),
+        )
+
+
+def compares_samples(loss: Tensor, outputs: Sequence[Tensor], owners: Sequence[Tensor]) -> bool:
+    """True if the gradient with respect to rows of one sample depends on rows of another one.
+
+    Two samples differ in a bit of their numbers: for each bit, the gradient at the samples that have it set is
+    differentiated with respect to the others.
+    """
+    gradients = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+    used = [(c, z, owner) for c, z, owner in zip(gradients, outputs, owners, strict=True) if c is not None]
+    generator = torch.Generator().manual_seed(0)  # a generator of its own: does not change the user's random state
+    directions = [torch.rand(c.shape, generator=generator).to(c) for c, _, _ in used]
+    for bit in range((max(int(owner.max()) for owner in owners)).bit_length()):
+        total = sum(
+            ((c * direction).flatten(1).sum(1) * ((owner >> bit) & 1)).sum()
+            for (c, _, owner), direction in zip(used, directions, strict=True)
+        )
+        if not isinstance(total, Tensor) or not total.requires_grad:  # the loss is linear
+            return False
+        seconds = torch.autograd.grad(total, [z for _, z, _ in used], retain_graph=True, allow_unused=True)
+        for second, (_, _, owner) in zip(seconds, used, strict=True):
+            if second is not None and bool(second[(owner >> bit) & 1 == 0].any()):
+                return True
     return False

@@ -7,9 +7,9 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("samplewise.integrations.keras needs keras: pip install 'samplewise[keras]'") from None
 
+from samplewise.integrations.keras.gradients import RowGradients as RowGradients
 from samplewise.integrations.keras.gradients import gradients as gradients
 from samplewise.integrations.keras.gradients import input_gradients as input_gradients
 from samplewise.integrations.keras.per_sample import PerSample as PerSample
-from samplewise.integrations.keras.row_gradients import RowGradients as RowGradients
 
 __all__ = ["PerSample", "RowGradients", "gradients", "input_gradients"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from samplewise.errors import GraphError
 from samplewise.integrations.adapter import Adapter, BatchLoss, refuse_privacy
 from samplewise.integrations.lightning.module import (
+    Optimizers,
     check_arguments,
     check_trainer,
     for_trainer,
@@ -23,7 +24,6 @@ from samplewise.integrations.lightning.module import (
     parse,
     replace_methods,
 )
-from samplewise.integrations.lightning.optimizers import Optimizers
 from samplewise.ledger.ledger import Ledger
 from samplewise.parallel import collectives
 from samplewise.privacy.privacy import Privacy

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from samplewise.core.files import check_local
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import io
 from samplewise.loop.checkpoint.format import CONTENTS, STATE_FILE
@@ -57,6 +58,7 @@ def _check_path(path: Any) -> Path:
     if not isinstance(path, (str, Path)) or not str(path):
         text = "the empty path ''" if path == "" else str(path)[:40]
         raise CheckpointError(f"path must name a checkpoint or a run directory; found {text}. {remedy}")
+    check_local(path)
     path = Path(path)
     if path.is_file() and (path.parent / STATE_FILE).exists():
         raise CheckpointError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samplewise.core.files import sha256
+from samplewise.core.files import check_local, sha256
 from samplewise.dataset_pass import Checkpoint
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import io
@@ -143,6 +143,7 @@ def read_runs(runs: Sequence[Path], newest: int | None) -> list[TrainedModel]:
 
 
 def _read(run: Path, newest: int | None) -> list[TrainedModel]:
+    check_local(run)
     try:
         if (run / STATE_FILE).is_file():
             paths = [run]

@@ -16,7 +16,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
@@ -36,32 +36,6 @@ from samplewise.loop.data.sharding import OrderChecker, RankShard, SeededSampler
 from samplewise.privacy.sampling import PoissonSampler
 
 END = object()
-
-
-class LoaderAdapter(Protocol):
-    """Loader that can be started at any batch of any epoch."""
-
-    has_state: bool  # False if a number of batches is enough to start a loader there; `state` then returns None
-    kind: str  # saved in checkpoints and compared on resume: see `kind_name` for its text in messages
-    order: OrderChecker  # hash of the order of samples since the start of the epoch
-
-    def iterate(self, epoch: int, skip: int, state: Any, shard: RankShard) -> Iterator[Any]:
-        """Yield the batches of this rank's shard of an epoch, without the first `skip`.
-
-        state: result of `state()` before one of the skipped batches, if possible the last; None to start without it.
-        """
-
-    def samples(self, epoch: int, batches: int, start: int = 0) -> int | None:
-        """Number of samples that one process has used in `batches` batches from sample `start` on.
-
-        None if another number of ranks cannot continue there.
-        """
-
-    def state(self) -> Any:
-        """Return the state that `iterate` needs to start with the next batch; None if it needs only their number."""
-
-    def close(self) -> None:
-        """Stop worker processes."""
 
 
 def adapter_for(loader: Iterable[Any], seed: int, in_use: bool = False) -> LoaderAdapter:
@@ -107,7 +81,12 @@ def _has_indices(loader: Any) -> bool:
 
 
 class SeededLoader:
-    """DataLoader with a map-style dataset. Any batch is reached by skipping indices."""
+    """DataLoader with a map-style dataset. Any batch is reached by skipping indices.
+
+    kind: saved in checkpoints and compared on resume; see `kind_name` for its text in messages
+    has_state: False if a number of batches is enough to start a loader there; `state` then returns None
+    order: hash of the order of samples since the start of the epoch
+    """
 
     kind = "seeded"
     has_state = False
@@ -131,6 +110,10 @@ class SeededLoader:
         )
 
     def iterate(self, epoch: int, skip: int, state: Any, shard: RankShard) -> Iterator[Any]:
+        """Yield the batches of this rank's shard of an epoch, without the first `skip`.
+
+        state: result of `state()` before one of the skipped batches, if possible the last; None to start without it.
+        """
         seed = derive_seed(self._seed, epoch)
         self._samples.epoch.fill_(epoch)
         self.order = self._sampler.begin(epoch, seed, skip, shard)
@@ -151,15 +134,20 @@ class SeededLoader:
             yield batch
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> int:
+        """Number of samples that one process has used in `batches` batches from sample `start` on; None if another
+        number of ranks cannot continue there.
+        """
         if not batches:  # asked at each checkpoint: a sampler that is being iterated must not begin an epoch
             return 0
         self._sampler.begin(epoch, derive_seed(self._seed, epoch), 0, RankShard(start=start))
         return self._sampler.samples(batches)
 
     def state(self) -> None:
-        return None
+        """State that `iterate` needs to start with the next batch; None if it needs only their number."""
+        return
 
     def close(self) -> None:
+        """Stop worker processes."""
         self._loader._iterator = None
 
 
@@ -355,6 +343,9 @@ class ReplayedLoader:
 
     def close(self) -> None:
         pass
+
+
+LoaderAdapter = SeededLoader | PoissonLoader | StatefulLoader | ReplayedLoader
 
 
 def _draw_with(stream: RngStream, batches: Iterator[Any]) -> Iterator[Any]:

@@ -190,12 +190,12 @@ class ImportanceSampler(Sampler[list[Any]]):
 
     def _relative(self) -> Tensor:
         """n p of each sample: its probability relative to uniform sampling."""
-        seen = ~self.scores.isnan()
-        largest = self.scores[seen].max() if seen.any() else torch.zeros(())
+        visited = ~self.scores.isnan()
+        largest = self.scores[visited].max() if visited.any() else torch.zeros(())
         if not largest > 0:
             return torch.ones(self.samples, dtype=torch.float64)
         scaled = self.scores / largest  # so that the mean does not overflow
-        shares = torch.where(seen, scaled / scaled[seen].mean(), 1.0)
+        shares = torch.where(visited, scaled / scaled[visited].mean(), 1.0)
         relative = (1 - self.floor) * shares + self.floor
         return relative / relative.mean()
 

@@ -39,9 +39,8 @@ def describe(loader: Any, overfit_batches: int | None = None, sharded: bool = Fa
     sampler = None if by_batches else getattr(loader, "sampler", None)
     if dataset is None and isinstance(loader, (list, tuple)) and loader:
         batch_size = length(loader[0])
-    hides_length = getattr(
-        getattr(loader, "batch_sampler", None), "hides_length", False
-    )  # private; the step compares it
+    # The number of samples of a private run is secret; the step compares it.
+    hides_length = getattr(getattr(loader, "batch_sampler", None), "hides_length", False)
     return {
         **({} if hides_length else {"dataset length": _length(dataset)}),
         "batch size": batch_size,

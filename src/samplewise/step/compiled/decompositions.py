@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samplewise.engine.rules.convolution import ConvolutionSettings
 from samplewise.step.compiled import inductor
 
 aten = torch.ops.aten
@@ -72,19 +73,10 @@ def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
     return products.unflatten(0, (-1, block)).sum(1).sum(0).unsqueeze(0)
 
 
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Any:
-    if not _is_one_small_image(x, weight, transposed, groups):
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    if not _is_one_small_image(x, weight, *rest):
         return NotImplemented
+    stride, padding, dilation, *_ = ConvolutionSettings(*rest)
     patches = materialize(aten.im2col(x, weight.shape[2:], dilation, padding, stride)[0])  # (inputs × kernel, places)
     result = weight.flatten(1) @ patches
     result = result if bias is None else result + bias.unsqueeze(1)
@@ -94,21 +86,11 @@ def convolution(
     return result.view(1, len(weight), *size)
 
 
-def convolution_backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-) -> Any:
-    if not _is_one_small_image(x, weight, transposed, groups):
+def convolution_backward(g: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any) -> Any:
+    *settings, output_mask = rest
+    if not _is_one_small_image(x, weight, *settings):
         return NotImplemented
+    stride, padding, dilation, *_ = ConvolutionSettings(*settings)
     g = materialize(g.flatten(2)[0])  # (outputs, places)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
@@ -124,12 +106,12 @@ def convolution_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _is_one_small_image(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
+def _is_one_small_image(x: Tensor, weight: Tensor, *rest: Any) -> bool:
+    settings = ConvolutionSettings(*rest)
     return (
         x.dim() == 4
         and len(x) == 1
-        and groups == 1
-        and not transposed
+        and settings.has_plain_patches
         and x.is_floating_point()
         and x[0, 0].numel() * weight.numel() <= SMALL_IMAGE
     )
@@ -242,8 +224,8 @@ LIBRARY_CALLS: dict[Any, Any] = {
     aten.addmm.default: lambda _, a, b: not (_has_vector(a, b) or _is_small(a, b)),
     aten.bmm.default: lambda a, b: True,
     aten.baddbmm.default: lambda _, a, b: True,
-    aten.convolution.default: lambda x, weight, *rest: not _is_one_small_image(x, weight, rest[4], rest[6]),
-    aten.convolution_backward.default: lambda g, x, weight, *rest: not _is_one_small_image(x, weight, rest[4], rest[6]),
+    aten.convolution.default: lambda x, weight, bias, *rest: not _is_one_small_image(x, weight, *rest),
+    aten.convolution_backward.default: lambda g, x, weight, _, *rest: not _is_one_small_image(x, weight, *rest[:-1]),
     aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, *_: not _is_short(q, k, 0.0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda g, q, k, *_: not _is_short(q, k, 0.0),
 }

@@ -186,7 +186,15 @@ class ProgramCache:
             self.notify(f"updates of {plural(size, 'sample')} stay uncompiled: {reason}")
             return None
         except Exception as problem:  # raised by tracing or compiling; nothing has been changed
-            self._fail(shape, problem)
+            # Give up, unless this shape was compiled before: then a change is the reason, and may be incomplete. The
+            # next update is uncompiled, and raises errors of the change or completes it. If the shape fails again, give
+            # up.
+            if shape in self._tried and shape not in self._failed:
+                self._failed.add(shape)
+                if self._guards is None and self._values:  # the change happened at a resume, and was not counted
+                    self._discard()
+            else:
+                self._give_up(_first_line(problem))
             return None
         return program if program is not None and program.verified else None
 
@@ -348,17 +356,6 @@ class ProgramCache:
                 raise CannotCompile(reason)
 
     # --- reasons to stay uncompiled --------------------------------------------------------------------------------
-
-    def _fail(self, shape: str, problem: Exception) -> None:
-        """Give up, unless this shape was compiled before: then a change is the reason, and may be incomplete. The next
-        update is uncompiled, and raises errors of the change or completes it. If the shape fails again, give up.
-        """
-        if shape in self._tried and shape not in self._failed:
-            self._failed.add(shape)
-            if self._guards is None and self._values:  # the change happened at a resume, and was not counted
-                self._discard()
-        else:
-            self._give_up(_first_line(problem))
 
     def _give_up(self, reason: str) -> None:
         self.gave_up = reason

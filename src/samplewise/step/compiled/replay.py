@@ -48,7 +48,15 @@ class KernelReplay:
         self._calls = calls
         self._results = results
         self._small = small
-        self._drive = inductor.load_c(_source(calls)).drive
+        # C++ source of the loop over updates.
+        lines = []
+        for k, (kind, tensors) in enumerate(calls):
+            function, values = f"job->kernels[{k}]", [f"arguments[{k}][{a}]" for a in range(len(tensors))]
+            if isinstance(kind, LibraryCall):
+                lines.append(f"if ({kind.source(function, values)}) return u;")
+            else:
+                lines.append(f"((void (*)({', '.join(['void*'] * len(tensors))})){function})({', '.join(values)});")
+        self._drive = inductor.load_c(SOURCE.replace("CALLS", "\n            ".join(lines))).drive
         self._drive.restype = ctypes.c_int64
         self._drive.argtypes = [ctypes.c_void_p]  # only one, because converting each takes longer than a small update
         self._handles = Handles()
@@ -183,18 +191,6 @@ class CallRecorder(TorchDispatchMode):
         else:
             self.calls.append(call)
         return function(*args, **kwargs)
-
-
-def _source(calls: Sequence[Call]) -> str:
-    """C++ source of the loop over updates."""
-    lines = []
-    for k, (kind, tensors) in enumerate(calls):
-        function, values = f"job->kernels[{k}]", [f"arguments[{k}][{a}]" for a in range(len(tensors))]
-        if isinstance(kind, LibraryCall):
-            lines.append(f"if ({kind.source(function, values)}) return u;")
-        else:
-            lines.append(f"((void (*)({', '.join(['void*'] * len(tensors))})){function})({', '.join(values)});")
-    return SOURCE.replace("CALLS", "\n            ".join(lines))
 
 
 SOURCE = r"""

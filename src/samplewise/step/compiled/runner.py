@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -27,37 +27,11 @@ from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.stats import SampleStats
 
 
-class Runner(Protocol):
-    """Makes the updates of a step from batches."""
-
-    def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
-        """Make the updates that the samples of a batch complete, and yield each one before the next one is begun;
-        remaining samples stay in the open window. `blocks`: the caller does not look at single updates, so that one
-        `Update` may stand for several.
-        """
-
-    @property
-    def status(self) -> str:
-        """State of compilation: "compiled", or the reason why updates are not compiled."""
-
-    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Context manager that passes notices about slow compilation to `notify(line)`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of compilation."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-
-    def rank_state(self) -> dict[str, Any]:
-        """State of compilation in which ranks may differ."""
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Restore what `rank_state` returned."""
-
-
 class EagerRunner:
-    """Uncompiled updates: fill a window, then apply it. `status`: why updates are not compiled."""
+    """Uncompiled updates: fill a window, then apply it.
+
+    status: state of compilation: "compiled", or the reason why updates are not compiled
+    """
 
     def __init__(self, builder: WindowBuilder, applier: UpdateApplier, status: str):
         self.builder = builder
@@ -65,12 +39,18 @@ class EagerRunner:
         self.status = status
 
     def run(self, cursor: BatchCursor, blocks: bool) -> Iterator[Update]:
+        """Make the updates that the samples of a batch complete, and yield each one before the next one is begun;
+        remaining samples stay in the open window. `blocks`: the caller does not look at single updates, so that one
+        `Update` may stand for several.
+        """
         return map(self.applier.apply, self.builder.fill(cursor))
 
     def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Context manager that passes notices about slow compilation to `notify(line)`."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
+        """State of compilation."""
         return {
             "known": [],
             "given_up": None,
@@ -92,6 +72,7 @@ class EagerRunner:
             )
 
     def rank_state(self) -> dict[str, Any]:
+        """State of compilation in which ranks may differ."""
         return {}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
@@ -360,3 +341,6 @@ class CompiledRunner:
         if scheduler is not None or not builder.sizes.is_fixed:  # calls that do nothing take as long as a small update
             self.applier.finish(update)
         return update
+
+
+Runner = EagerRunner | MicrobatchRunner | CompiledRunner  # makes the updates of a step from batches

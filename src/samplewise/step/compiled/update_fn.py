@@ -82,7 +82,12 @@ class CompiledUpdate:
         if self.buckets is not None:
             scalars = self.buckets.split(numbers)
             after = Values(*self.buckets.apply(before.trained, gradients, states, scalars), untrained)
-        self._write(before, after, size)
+        # Write new values in place if everything is finite. Without checks, values are always written, but only after
+        # everything has been computed: an index may be out of range.
+        fit = materialize(size.isfinite() if self.checks else size.isnan() | (size >= 0))
+        for old, new in zip(before.tensors(), after.tensors(), strict=True):
+            if new is not old:
+                old.copy_(torch.where(fit, new, old))
         return (*stats, *(gradients.values() if self.buckets is None else ()))
 
     def _rows(self, batch: Sequence[Tensor], start: Tensor) -> list[Tensor]:
@@ -98,17 +103,6 @@ class CompiledUpdate:
             scale = materialize((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
             gradients = {name: g * scale.to(g.dtype) for name, g in gradients.items()}
         return gradients, square
-
-    def _write(self, before: Values, after: Values, size: Tensor) -> None:
-        """Write new values in place if everything is finite.
-
-        Without checks, values are always written, but only after everything has been computed: an index may be out of
-        range.
-        """
-        fit = materialize(size.isfinite() if self.checks else size.isnan() | (size >= 0))
-        for old, new in zip(before.tensors(), after.tensors(), strict=True):
-            if new is not old:
-                old.copy_(torch.where(fit, new, old))
 
     def _square(self, gradients: dict[str, Tensor], results: Sequence[Tensor]) -> Tensor:
         """Squared norm of the gradient; for a column times a row, the product of their squared norms."""
