@@ -144,7 +144,7 @@ PUBLISHED: list[tuple[str, Callable[[], nn.Module], Settings, float]] = [
     ("ScatterNet + CNN", scatter_cnn, FASHION, 89.0),
     ("CNN", published_cnn, FASHION, 86.0),
 ]
-RELU_RATES = (4, 2, 1)
+RELU_RATES = (8, 4, 2)
 EPSILONS = (1, 3, 8)
 EPSILON_SEEDS = 5
 
