@@ -23,6 +23,12 @@ ATTRIBUTION := .venv-attribution
 # Trainers for `make audit-trainers`, in the newest versions and with the last transformers 4.
 AUDIT := .venv-audit
 AUDIT_OLD := .venv-transformers-4.57.6
+# Libraries that `make evidence` compares with. Laplace requires torchvision, which has no build for a CPU-only torch.
+EVIDENCE := .venv-evidence
+# Data of `make evidence`, which the project does not ship. benchmarks/evidence/nanogpt.py and wrong_labels.py say where
+# to get the first two; the third is Debian's package dataset-fashion-mnist.
+SHAKESPEARE ?= data/tinyshakespeare.txt
+MNIST       ?= data
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
 # `make test-transformers TRANSFORMERS=4.57.6` tests the Hugging Face integration with another version of transformers.
@@ -34,7 +40,7 @@ TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycach
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution audit-trainers batch-size migration site clean
+.PHONY: help demo test test-all test-integrations test-torch test-transformers lint format docs bench comparison attribution audit-trainers batch-size evidence migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -46,6 +52,7 @@ help:
 	@echo 'make test-transformers'
 	@echo '                 run the tests of Hugging Face with another version of transformers, for example TRANSFORMERS=4.57.6'
 	@echo 'make lint        run ruff, mypy and import-linter'
+	@echo 'make lock        write lock.txt: the newest versions of all packages for development that constraints.txt allows'
 	@echo 'make api         record the public names and signatures in tests/public_api.txt'
 	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
@@ -60,6 +67,8 @@ help:
 	@echo '                 continues where it stopped)'
 	@echo 'make batch-size  make the tables and the picture of docs/batch-size.md (TEXT=file of the character model; 20'
 	@echo '                 minutes; continues where it stopped)'
+	@echo 'make evidence    make the tables of docs/evidence.md: published results, reproduced (two hours; continues where it'
+	@echo '                 stopped; WRITE=1 replaces the tables; SHAKESPEARE=file, MNIST=directory with the data)'
 	@echo 'make docs        generate docs/reference.md from the docstrings, docs/gpu.md from reports, notebooks of'
 	@echo '                 tutorials, and pictures whose script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
@@ -73,9 +82,9 @@ $(VENV)/pyvenv.cfg:
 	@echo 'creating the virtual environment $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 
-$(DEV): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+$(DEV): pyproject.toml constraints.txt lock.txt | $(VENV)/pyvenv.cfg
 	@echo 'installing samplewise and the development tools into $(VENV)'
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -c lock.txt -e '.[dev]'
 	@touch $@
 
 $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
@@ -112,13 +121,24 @@ $(AUDIT)/.installed: benchmarks/audit-requirements.txt constraints.txt pyproject
 	@$(AUDIT)/$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps fastai==2.8.12 mosaicml==0.32.1
 	@touch $@
 
-# The other pins stay: all of them work with torch 2.8 and newer.
+$(EVIDENCE)/.installed: benchmarks/evidence/requirements.txt constraints.txt pyproject.toml
+	@echo 'installing samplewise and the libraries of the evidence scripts into $(EVIDENCE)'
+	@$(PYTHON) -m venv $(EVIDENCE)
+	@$(EVIDENCE)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-r benchmarks/evidence/requirements.txt -e '.[train,ledger,privacy]'
+	@$(EVIDENCE)/$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+		backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1 laplace-torch==0.3
+	@touch $@
+
+# The other pins stay: they work with torch 2.8 and newer, except executorch and torchao, which fail with torch 2.8.
+# executorch requires torchao, and transformers imports it if it is installed.
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	@$(if $(TORCH),,echo 'TORCH must be a version of torch; found none. Use for example: make test-torch TORCH=2.8.0'; exit 2)
 	@echo 'installing samplewise, the development tools and torch $(TORCH) into $(TORCH_VENV)'
 	@$(PYTHON) -m venv $(TORCH_VENV)
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
 	@$(TORCH_VENV)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	@$(TORCH_VENV)/$(BIN)/python -c 'import torchao' 2> /dev/null || $(TORCH_VENV)/$(BIN)/python -m pip uninstall -qq -y torchao
 	@touch $@
 
 $(TRANSFORMERS_VENV)/.installed: pyproject.toml constraints.txt
@@ -170,7 +190,16 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-.PHONY: api dist
+.PHONY: api dist lock
+
+# A new environment, so that packages of earlier versions and of the comparison are not listed.
+lock:
+	@rm -rf build/lock
+	@$(PYTHON) -m venv build/lock
+	@build/lock/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo '# All packages of the development environment, made by `make lock`. constraints.txt has the reasons.' > lock.txt
+	@build/lock/$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//' >> lock.txt
+	@rm -rf build/lock
 
 api: $(DEV)
 	@$(PY) tests/public_api.py
@@ -205,6 +234,16 @@ audit-trainers: $(DEV) $(AUDIT)/.installed
 batch-size: $(DEV)
 	@$(PY) benchmarks/batch_size.py $(if $(TEXT),--text $(TEXT)) --write docs/batch-size.md --picture docs/batch-size.png
 
+evidence: SCRIPTS := $(EVIDENCE)/$(BIN)/python benchmarks/evidence
+evidence: TABLES := $(if $(WRITE),--write docs/evidence.md)
+evidence: $(EVIDENCE)/.installed
+	@$(SCRIPTS)/open_issues.py $(TABLES)
+	@$(SCRIPTS)/architectures.py $(TABLES)
+	@$(SCRIPTS)/critical_batch.py $(TABLES)
+	@$(SCRIPTS)/wrong_labels.py $(MNIST) $(TABLES)
+	@$(SCRIPTS)/nanogpt.py $(SHAKESPEARE) $(TABLES)
+	@$(SCRIPTS)/privacy.py $(TABLES)
+
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 	@$(PY) docs/notebook.py
@@ -226,4 +265,4 @@ migration: $(BENCH) $(ATTRIBUTION)/.installed
 	@$(ATTRIBUTION)/$(BIN)/python benchmarks/migration.py attribution $(if $(WRITE),--write)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) $(AUDIT) .venv-torch-* .venv-transformers-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) $(AUDIT) $(EVIDENCE) .venv-torch-* .venv-transformers-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -10,7 +10,8 @@ same grid; its other settings are the defaults. A run that is diverging, or too
 long, counts as not finished. All runs are kept in the file of results: a second call continues there.
 
 With S updates and E samples, the trade-off (S / Smin - 1)(E / Emin - 1) = 1 is fitted to the fixed sizes by least
-squares of log S; Emin / Smin is the critical batch size. The noise scale is the median over the updates of a run.
+squares of log S; Emin / Smin is the critical batch size. Errors are standard errors of the linearized fit. The noise
+scale is the median over the updates of a run.
 """
 
 import argparse
@@ -186,16 +187,40 @@ def row_of(results: Results, name: str, task: Task, size: int | str, start: floa
     return Row(size, rate, updates, fmean(run["samples"] for run in runs), scale, runs[0]["course"])
 
 
-def fit(rows: Sequence[Row]) -> tuple[float, float]:
-    """Smin and the critical batch size B of S = Smin (1 + B / size), by least squares of log S."""
+@dataclass(frozen=True)
+class Fit:
+    """S = Smin (1 + B / size), by least squares of log S, with relative standard errors."""
 
-    def error(critical: float) -> tuple[float, float]:
-        logs = [math.log(row.updates / (1 + critical / float(row.size))) for row in rows]
-        return sum((log - fmean(logs)) ** 2 for log in logs), math.exp(fmean(logs))
+    updates: float  # Smin
+    critical: float  # B, the critical batch size
+    updates_error: float
+    samples_error: float
+    critical_error: float
+
+    @property
+    def samples(self) -> float:
+        """Emin."""
+        return self.updates * self.critical
+
+
+def fit(rows: Sequence[Row]) -> Fit:
+    sizes = [float(row.size) for row in rows]
+
+    def residuals(critical: float) -> tuple[list[float], float]:
+        logs = [math.log(row.updates / (1 + critical / size)) for row, size in zip(rows, sizes, strict=True)]
+        return [log - fmean(logs) for log in logs], math.exp(fmean(logs))
 
     candidates = [2 ** (k / 50) for k in range(800)]
-    critical = min(candidates, key=lambda candidate: error(candidate)[0])
-    return error(critical)[1], critical
+    critical = min(candidates, key=lambda candidate: sum(r * r for r in residuals(candidate)[0]))
+    left, updates = residuals(critical)
+    # Linearized: d log S = d log Smin + slope · d log B, and log Emin = log Smin + log B.
+    slopes = [critical / (size + critical) for size in sizes]
+    slope = fmean(slopes)
+    noise = math.sqrt(sum(r * r for r in left) / (len(rows) - 2))
+    critical_error = noise / math.sqrt(sum((s - slope) ** 2 for s in slopes))
+    updates_error = math.hypot(noise / math.sqrt(len(rows)), slope * critical_error)
+    samples_error = math.hypot(noise / math.sqrt(len(rows)), (1 - slope) * critical_error)
+    return Fit(updates, critical, updates_error, samples_error, critical_error)
 
 
 # --- table and picture ------------------------------------------------------------------------------------------------
@@ -207,14 +232,15 @@ def table_of(name: str, task: Task, fixed: Sequence[Row], follow: Row | None) ->
         [str(row.size), f"{row.rate:g}", f"{row.updates:,.0f}", f"{row.samples:,.0f}", f"{row.scale:,.0f}"]
         for row in (*fixed, *([follow] if follow is not None else []))
     ]
-    smallest, critical = fit(fixed)
+    fitted = fit(fixed)
     best = min(fixed, key=lambda row: row.samples)
     cheap = min((row for row in fixed if row.samples <= 1.1 * best.samples), key=lambda row: row.updates)
     caption = (
         f"Validation loss {task.goal:.2f}; means of {len(SEEDS)} seeds; torch {torch.__version__}, one thread, "
-        f"{processor()}. Fit: Smin = {smallest:,.0f} updates, Emin = {smallest * critical:,.0f} samples, critical "
-        f"batch size {critical:,.0f}. Noise scale at the best fixed size, {best.size}: {best.scale:,.0f}, "
-        f"{best.scale / critical:.2f} times the critical batch size."
+        f"{processor()}. Fit: Smin = {fitted.updates:,.0f} updates ± {fitted.updates_error:.0%}, Emin = "
+        f"{fitted.samples:,.0f} samples ± {fitted.samples_error:.0%}, critical batch size {fitted.critical:,.0f} ± "
+        f"{fitted.critical_error:.0%}. Noise scale at the best fixed size, {best.size}: {best.scale:,.0f}, "
+        f"{best.scale / fitted.critical:.2f} times the critical batch size."
     )
     if follow is not None:
         caption += (
@@ -237,9 +263,9 @@ def draw(pictures: Sequence[tuple[Task, Sequence[Row], Row | None]], path: Path)
     ink, blue, red = "#2b2b33", "#4878a8", "#d9562b"
     figure, axes = plt.subplots(len(pictures), 2, figsize=(9, 3.4 * len(pictures)), squeeze=False, layout="tight")
     for (trade, course), (task, fixed, follow) in zip(axes, pictures, strict=True):
-        smallest, critical = fit(fixed)
+        fitted = fit(fixed)
         sizes = [2 ** (k / 10) for k in range(20, 115)]
-        updates = [smallest * (1 + critical / size) for size in sizes]
+        updates = [fitted.updates * (1 + fitted.critical / size) for size in sizes]
         samples = [updates_of * size / 1000 for updates_of, size in zip(updates, sizes, strict=True)]
         trade.plot(samples, updates, color=blue, lw=1, label="fit")
         trade.plot(

@@ -180,19 +180,25 @@ def plain(case: Case, x: Tensor, y: Tensor, classes: int, seed: int) -> nn.Modul
     return model
 
 
-def cleanlab_scores(case: Case, x: Tensor, y: Tensor, seed: int) -> tuple[np.ndarray, float]:
-    """Label quality by cleanlab's default, from probabilities of five models, each for the fold it has not seen."""
-    from cleanlab.rank import get_label_quality_scores
+def held_out_probabilities(case: Case, x: Tensor, y: Tensor, seed: int) -> np.ndarray:
+    """Probabilities (N, classes) of five models, each for the fold it was not trained on."""
     from sklearn.model_selection import StratifiedKFold
 
     classes = int(y.max()) + 1
     probabilities = torch.zeros(len(y), classes)
-    start = time.process_time()
     for train, rest in StratifiedKFold(5, shuffle=True, random_state=seed).split(x, y):
         model = plain(case, x[train], y[train], classes, seed)
         with torch.no_grad():
             probabilities[rest] = model(x[rest]).softmax(1)
-    scores = get_label_quality_scores(y.numpy(), probabilities.double().numpy())
+    return probabilities.double().numpy()
+
+
+def cleanlab_scores(case: Case, x: Tensor, y: Tensor, seed: int) -> tuple[np.ndarray, float]:
+    """Label quality by cleanlab's default, and the seconds of the five trainings."""
+    from cleanlab.rank import get_label_quality_scores
+
+    start = time.process_time()
+    scores = get_label_quality_scores(y.numpy(), held_out_probabilities(case, x, y, seed))
     return scores, time.process_time() - start
 
 

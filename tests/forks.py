@@ -170,6 +170,8 @@ def _open_streams(unbuffered: bool) -> None:
 
 def _become(request: dict) -> None:
     """Run the command of the request as the main program of this process."""
+    if "triton" in sys.modules:  # it reports objects that are not collected when the process ends
+        atexit.register(gc.unfreeze)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from tables import Table, processor, write  # noqa: E402
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+from tables import Table, plural, processor, write  # noqa: E402
 
 Values = dict[str, Any]
 
@@ -34,9 +34,9 @@ class Record:
     def run(self, key: str, function: Callable[[], Values]) -> Values:
         """Values of the run `key`, computed by `function` if they are not recorded yet."""
         if key not in self.runs:
-            began = time.process_time()
+            began = cpu_seconds()
             values = function()
-            seconds = time.process_time() - began
+            seconds = cpu_seconds() - began
             command = shlex.join(["python", *sys.argv])
             run = {"key": key, "command": command, "cpu_seconds": round(seconds, 1), "values": values}
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,6 +48,12 @@ class Record:
 
     def seconds(self, key: str) -> float:
         return self.runs[key]["cpu_seconds"]
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def parser(description: str | None, name: str) -> argparse.ArgumentParser:
@@ -69,4 +75,4 @@ def show(table: Table, document: Path | None) -> None:
 
 
 def machine() -> str:
-    return f"torch {torch.__version__}, {torch.get_num_threads()} thread(s); {processor()}"
+    return f"torch {torch.__version__}, {plural(torch.get_num_threads(), 'thread')}; {processor()}"

@@ -174,7 +174,8 @@ def test_nothing_is_kept_after_the_block(model):
 def test_copies_pickles_and_traces_of_an_audited_model():
     task = Task()
     with sw.audit(None) as audit, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+        for category in (DeprecationWarning, FutureWarning):  # torch 2.15: FutureWarning
+            warnings.filterwarnings("ignore", ".*torch.jit", category)
         train(task)
         copies = [copy.deepcopy(task.model), pickle.loads(pickle.dumps(task.model))]
         outputs = task.model(task.x)

@@ -189,7 +189,7 @@ BROKEN = {
 def test_a_broken_recipe_is_shown_with_its_own_lines(recipe, name):
     text, wanted = BROKEN[name]
     result = command("train", recipe(text))
-    assert result.stderr.splitlines() == wanted
+    assert result.stderr.replace("addmm: ", "").splitlines() == wanted  # torch 2.15 names the operation
     assert (result.exit_code, result.stdout) == (1, "")
 
 

@@ -43,6 +43,15 @@ def largest_difference(state, model):
     return max(float((state[name] - p).norm() / p.norm()) for name, p in model.named_parameters())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _executorch():
+    """Skip the tests of this file if executorch is made for another torch."""
+    try:
+        executorch.require()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """A file, its summary, and a twin of the step at the export."""
@@ -284,9 +293,11 @@ def test_refusals_of_paths_and_types(tmp_path):
         sw.load_update(tmp_path / "u.pte")
 
 
-def test_a_missing_executorch_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "executorch.exir", None)
-    with pytest.raises(ImportError, match=r"a .pte file needs executorch: pip install 'samplewise\[export\]'"):
+@pytest.mark.parametrize("module", ["executorch.exir", "executorch.runtime"])
+def test_a_missing_executorch_or_one_for_another_torch_is_one_line(module, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    command, version = r"pip install 'samplewise\[export\]'", re.escape(torch.__version__)
+    with pytest.raises(ImportError, match=f"needs executorch: {command}, .* torch {version} .found: .*{module}"):
         sw.export_update(classifier(), tmp_path / "u.pte", stream(1))
 
 

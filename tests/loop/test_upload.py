@@ -203,7 +203,7 @@ def store(request, tmp_path_factory):
     if request.param == "file":
         yield f"file://{tmp_path_factory.mktemp('store')}", {}
         return
-    pytest.importorskip("moto.server", reason="pip install 's3fs' 'moto[server]' to test with an S3 server")
+    pytest.importorskip("moto.server", reason="pip install 's3fs' 'moto[s3]' flask flask-cors to test with an S3 server")
     s3fs = pytest.importorskip("s3fs")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

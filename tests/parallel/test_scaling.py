@@ -61,8 +61,9 @@ KINDS = {
 @pytest.mark.parametrize("transforms", KINDS)
 def test_the_bytes_are_those_that_ranks_exchange(two, scaling, transforms, how):
     model = scaling["Model"]([tuple(p.shape) for p in net().parameters()], element=8)
-    expected = scaling["added_up"](scaling["Update"](model, 2, 6, **KINDS[transforms]).messages())
-    assert two.run(exchanged, transforms, how) == [expected] * 2
+    calls, sizes = scaling["added_up"](scaling["Update"](model, 2, 6, **KINDS[transforms]).messages())
+    tolerance = 2 if transforms == "noise" else 0  # torch pickles a generator's state with its address: 14 or 15 digits
+    assert two.run(exchanged, transforms, how) == [(calls, pytest.approx(sizes, abs=tolerance, rel=0))] * 2
 
 
 def exchanged_in_buckets(transforms):

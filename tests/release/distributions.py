@@ -36,6 +36,7 @@ SDIST_NEEDS = (
     "CHANGELOG.md",
     "Makefile",
     "constraints.txt",
+    "lock.txt",
     "tests/conftest.py",
 )
 

@@ -3,11 +3,14 @@
 import re
 import zipfile
 from datetime import date
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import distributions as dist
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import samplewise
 
@@ -46,6 +49,46 @@ def test_every_extra_has_a_smoke_test():
 
 def read_yaml(path):
     return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+# --- pinned versions --------------------------------------------------------------------------------------------------
+
+
+def pins(name):
+    """Version of each package in a file of pins, by normalized name."""
+    lines = [line.strip() for line in (ROOT / name).read_text().splitlines()]
+    versions = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(package): version for package, version in versions.items()}
+
+
+def requirements(package, extra):
+    """Requirements of an installed package; those of the project are read from pyproject.toml."""
+    if package == "samplewise":
+        return dist.PROJECT["optional-dependencies"][extra] if extra else dist.PROJECT["dependencies"]
+    try:
+        return distribution(package).requires or []
+    except PackageNotFoundError:
+        return []
+
+
+def test_the_lock_has_every_package_of_the_development_environment():
+    packages, waiting = set(), [("samplewise", ""), ("samplewise", "dev")]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) in packages:
+            continue
+        packages.add((name, extra))
+        for requirement in map(Requirement, requirements(name, extra)):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                waiting += [(canonicalize_name(requirement.name), wanted) for wanted in ("", *requirement.extras)]
+    missing = {name for name, _ in packages} - {"samplewise"} - pins("lock.txt").keys()
+    assert missing == set(), f"lock.txt must have them; run make lock: {sorted(missing)}"
+
+
+def test_the_lock_agrees_with_the_constraints():
+    constraints, locked = pins("constraints.txt"), pins("lock.txt")
+    differ = {name: version for name, version in constraints.items() if locked.get(name, version) != version}
+    assert differ == {}, "run make lock"
 
 
 # --- changelog and citation -------------------------------------------------------------------------------------------

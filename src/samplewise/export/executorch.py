@@ -18,11 +18,18 @@ ACTIVATIONS, SHARED = 1, 2  # memory arenas of ExecuTorch: intermediate results,
 
 
 def require() -> None:
-    """Raise ImportError, with the command that installs it, unless executorch can be imported."""
+    """Raise ImportError, with the command that installs it, unless executorch can be imported.
+
+    Its kernels are compiled for certain versions of torch: with other ones, importing executorch.runtime fails.
+    """
     try:
-        import executorch.exir  # noqa: F401
+        import executorch.exir
+        import executorch.runtime  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"a .pte file needs executorch: pip install 'samplewise[export]' (found: {error})") from None
+        raise ImportError(
+            f"a .pte file needs executorch: pip install 'samplewise[export]', in a version that is made for torch "
+            f"{torch.__version__} (found: {error})"
+        ) from None
 
 
 def write(program: UpdateProgram, path: Path) -> tuple[Memory, list[str]]:
