@@ -6,7 +6,7 @@
 
 Needs `pip install '.[privacy]'` and the data, Debian's package dataset-fashion-mnist; see examples/fashion_mnist.py.
 The CNN, its settings and the training loop are those of examples/private_fashion_mnist.py. The scattering coefficients
-are computed once (two minutes) and kept beside the results, 1.1 GB. `--kymatio` needs kymatio 0.3, and scipy below 1.17.
+are computed once (two minutes) and kept beside the results, 1.1 GB. `--kymatio` needs kymatio 0.3 and scipy below 1.17.
 """
 
 from __future__ import annotations
