@@ -10,6 +10,7 @@ import torch
 from private_runs import make, plan, train
 
 import samplewise as sw
+from samplewise.core import batches
 from samplewise.errors import PrivacyError
 
 pytest.importorskip("dp_accounting")
@@ -282,6 +283,22 @@ def test_allowed():
     for function in (random_factor, Table(), lambda norms: 1 / (1 + norms), lambda losses: losses):
         _, loader, step = make(plan(sample_rate=0.5), transforms=[sw.weight(function)], microbatch=5)
         assert train(step, loader, 3) == 3
+
+
+def test_the_check_copies_batches_only_for_weights_that_read_them(monkeypatch):
+    """A thousand copies of a large batch take longer than the rest of a short training."""
+    copies = []
+
+    def take(batch, rows):
+        copies.append(len(rows))
+        return batches.take(batch, rows)
+
+    monkeypatch.setattr("samplewise.transforms.stats.take", take)
+    for function, copied in ((lambda losses: losses, False), (lambda batch: batch[1] + 1.0, True)):
+        copies.clear()
+        _, loader, step = make(plan(sample_rate=0.5, updates=1), transforms=[sw.weight(function)])
+        assert train(step, loader) == 1
+        assert bool(copies) == copied
 
 
 def test_the_check_leaves_state_and_random_numbers_alone():

@@ -283,6 +283,24 @@ def test_getitems_of_the_data_set_is_used():
     assert any(drawn.batch is None for drawn in loader(dataset))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tensors_in_memory_are_collated_as_by_default_collate(workers):
+    """They are indexed once per draw, instead of sample by sample."""
+    images = torch.randn(100, 2, 3, 3).to(memory_format=torch.channels_last)
+    dataset = TensorDataset(images, torch.rand(3, 100).T, torch.arange(100))
+
+    class OneByOne(TensorDataset):
+        pass
+
+    plain = loader(OneByOne(*dataset.tensors), rate=0.03, num_workers=workers)
+    assert loader(dataset, rate=0.03).dataset.__getitems__(Draw([1, 5], 0, 0, "", None)).collated
+    assert not loader(dataset, rate=0.03, collate_fn=list).dataset.__getitems__(Draw([1, 5], 0, 0, "", None)).collated
+    for fast, slow in zip(loader(dataset, rate=0.03, num_workers=workers), plain, strict=True):
+        assert (fast.draw, fast.samples, type(fast.batch)) == (slow.draw, slow.samples, type(slow.batch))
+        for a, b in zip(fast.batch or [], slow.batch or [], strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+
+
 def test_getitems_must_return_all_samples():
     with pytest.raises(BatchError, match=r"__getitems__ of Several must return one sample per index; found 9 samples"):
         list(loader(Several(10, lose=1), rate=1.0))
