@@ -138,6 +138,7 @@ def differentiate(
             if not list(_query_losses(islice(queries, 1), step, replay.device)):
                 raise BatchError("queries must yield at least one batch; found none. Pass a loader or a list.")
         with progress(3 * replay.updates, "sw.metagradient, updates") as advance:
+            # Repeat the run, with snapshots of its states, up to the losses of the queries.
             state = BackwardState.load(directory / FILE, replay.device)
             if state is None:
                 try:
@@ -149,6 +150,7 @@ def differentiate(
                 state.save(directory / FILE)
             else:
                 advance(2 * replay.updates - state.update)
+            # Differentiate its updates, from the last to the first.
             saved = time.monotonic()
             while state.update:
                 for record in reversed(replay.segment(state.update)):
@@ -162,8 +164,9 @@ def differentiate(
                     if time.monotonic() > saved + SAVE_EVERY:
                         state.save(directory / FILE)
                         saved = time.monotonic()
+            # Repeat it with other weights, and compare the losses with those that the derivatives predict.
             problem = state.growth_problem()
-            if not problem:  # repeat the run with other weights
+            if not problem:
                 state.save(directory / FILE)
                 signs = 2.0 * torch.randint(2, (samples,), generator=torch.Generator().manual_seed(0)) - 1
                 step = new_step(make_step, final["trainer"]["seed"])
