@@ -21,7 +21,10 @@ from samplewise.loop.meters import peak_memory
 from samplewise.testing import CASES
 from samplewise.testing.runner import REFUSED, RIGHT, TF32, run_case
 
-SIM = torch.device(DEVICE)
+
+@pytest.fixture
+def device():
+    return torch.device(DEVICE)
 
 
 def tiny(scale):
@@ -60,7 +63,7 @@ def test_a_report_of_an_accelerator(tmp_path, quick):
     assert cells[:2] == ["plain", ""] and cells[-1] == "1.00"
 
 
-def test_the_waits_of_a_report_are_those_of_the_device():
+def test_the_waits_of_a_report_are_those_of_the_device(device):
     """The loss function reads a value; nothing else in a clipped update waits."""
 
     def reading(model, batch):
@@ -68,37 +71,37 @@ def test_the_waits_of_a_report_are_those_of_the_device():
         assert values.detach().sum().item() > 0
         return values
 
-    work = replace(bench.seeded_work(tiny, "quick").to(SIM), loss_fn=reading)
-    updates = measure.make_updates(work, {"clip": {"transforms": [sw.clip(1.0)]}}, SIM, measure.FLOAT32)
+    work = replace(bench.seeded_work(tiny, "quick").to(device), loss_fn=reading)
+    updates = measure.make_updates(work, {"clip": {"transforms": [sw.clip(1.0)]}}, device, measure.FLOAT32)
     for update in updates.values():
         for _ in range(measure.WARM_UP):
             update()
     with sim.counted_waits() as counted:
         updates["clip"]()
     assert sum(counted.values()) == 1
-    assert [measure.count_waits(update, SIM) for update in updates.values()] == [1, 1]
+    assert [measure.count_waits(update, device) for update in updates.values()] == [1, 1]
     assert torch.sim.get_sync_debug_mode() == "default"
 
 
-def test_the_sync_debug_mode_is_restored_after_an_error():
+def test_the_sync_debug_mode_is_restored_after_an_error(device):
     def update():
         raise RuntimeError("no kernel")
 
     with pytest.raises(RuntimeError, match="no kernel"):
-        measure.count_waits(update, SIM)
+        measure.count_waits(update, device)
     assert torch.sim.get_sync_debug_mode() == "default"
 
 
-def test_float16_of_older_gpus():
+def test_float16_of_older_gpus(device):
     """The losses of the comparison are scaled: gradients of float16 vanish otherwise."""
-    work = bench.seeded_work(tiny, "quick").to(SIM)
-    error, norms = measure.error_of_norms(work, SIM, measure.FLOAT16)
+    work = bench.seeded_work(tiny, "quick").to(device)
+    error, norms = measure.error_of_norms(work, device, measure.FLOAT16)
     assert error < measure.FLOAT16.tolerance
-    reference = measure.error_of_norms(work, SIM, measure.FLOAT32)[1]
+    reference = measure.error_of_norms(work, device, measure.FLOAT32)[1]
     torch.testing.assert_close(norms.cpu().float(), reference.cpu(), rtol=1e-2, atol=0)
 
 
-def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
+def test_a_batch_that_does_not_fit_is_halved(monkeypatch, device):
     make_updates = measure.make_updates
 
     def with_little_memory(work, *arguments):
@@ -107,27 +110,27 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
         return make_updates(work, *arguments)
 
     monkeypatch.setattr(bench, "make_updates", with_little_memory)
-    work = bench.seeded_work(tiny, "quick").to(SIM)
+    work = bench.seeded_work(tiny, "quick").to(device)
     assert len(work.batch[0]) == 4
-    smaller, error, _ = bench.fit_to_memory(work, SIM, measure.FLOAT32)
+    smaller, error, _ = bench.fit_to_memory(work, device, measure.FLOAT32)
     assert len(smaller.batch[0]) == 2 and error < 1e-4
     monkeypatch.setattr(bench, "COMPARED", 3)
     with pytest.raises(torch.OutOfMemoryError):
-        bench.fit_to_memory(work, SIM, measure.FLOAT32)
+        bench.fit_to_memory(work, device, measure.FLOAT32)
 
 
-def test_a_device_without_float64_is_compared_in_float32(monkeypatch, quick):
+def test_a_device_without_float64_is_compared_in_float32(monkeypatch, quick, device):
     monkeypatch.setattr(bench, "has_tf32", lambda device: False)
     monkeypatch.setattr(bench, "has_float64", lambda device: False)
-    assert list(bench.zoo_precisions(SIM)) == ["float32", "bfloat16, autocast"]
-    result = bench.measure_transforms("quick", SIM, lambda parts: None)
+    assert list(bench.zoo_precisions(device)) == ["float32", "bfloat16, autocast"]
+    result = bench.measure_transforms("quick", device, lambda parts: None)
     assert result["dtype"] == "float32" and all(exact["right"] for exact in result["exact"])
 
 
 # ------------------------------------------------------------------------------------------------ memory statistics
 
 
-def test_peak_memory_is_that_of_the_allocator():
+def test_peak_memory_is_that_of_the_allocator(device):
     kept = torch.zeros(1000, device=DEVICE)
 
     def update():
@@ -135,14 +138,14 @@ def test_peak_memory_is_that_of_the_allocator():
         del first
         torch.zeros(500, device=DEVICE)
 
-    assert peak_bytes(update, SIM) == 2 * 4000  # zeros, and its sum with 1
+    assert peak_bytes(update, device) == 2 * 4000  # zeros, and its sum with 1
     assert kept.sum().item() == 0
 
 
-def test_the_trainer_reads_the_peak_of_the_device():
+def test_the_trainer_reads_the_peak_of_the_device(device):
     torch.sim.reset_peak_memory_stats()
     torch.zeros(1000, device=DEVICE)
-    assert peak_memory(SIM) == 4000
+    assert peak_memory(device) == 4000
 
 
 # --------------------------------------------------------------------------------------------------------------- TF32
@@ -159,8 +162,8 @@ def test_tf32_rounds_the_factors_of_products():
 
 @pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_with_tf32_are_right(name):
+def test_gradients_with_tf32_are_right(name, device):
     """Rounded factors change no owner, and no gradient by more than the tolerance."""
     with sim.rounding_noise(2):
-        result = run_case(CASES[name], TF32, SIM)
+        result = run_case(CASES[name], TF32, device)
     assert result.outcome == (REFUSED if CASES[name].interacts else RIGHT), result.reason

@@ -122,7 +122,8 @@ def test_memory_does_not_grow():
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert sizes[-1] - sizes[0] < 40_000  # less than 45 bytes per sample; objects that torch reuses need some
+    # Less than 34 bytes per sample; objects that torch reuses need some, most of them in the first 300 samples.
+    assert sizes[-1] - sizes[1] < 20_000
 
 
 @pytest.mark.slow
