@@ -39,8 +39,14 @@ def stream(n):
 
 
 def largest_difference(state, model):
-    """Largest relative difference of a parameter."""
-    return max(float((state[name] - p).norm() / p.norm()) for name, p in model.named_parameters())
+    """Largest relative difference of a parameter, without the key bias of attention: its gradient is rounding alone,
+    which Adam scales to a full step.
+    """
+    pairs = [(name, state[name], p.detach()) for name, p in model.named_parameters()]
+    for k, (name, value, p) in enumerate(pairs):
+        if name.endswith("in_proj_bias"):
+            pairs[k] = name, *(torch.cat([bias.chunk(3)[0], bias.chunk(3)[2]]) for bias in (value, p))
+    return max(float((value - p).norm() / p.norm()) for _, value, p in pairs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -304,13 +310,13 @@ def test_a_missing_executorch_or_one_for_another_torch_is_one_line(module, tmp_p
 # --- more formats, models and optimizers ------------------------------------------------------------------------------
 
 
-def check_file(step, path, example, batches, tolerance=1e-5):
+def check_file(step, path, example, batches):
     sw.export_update(step, path, example)
     loaded = sw.load_update(path)
     for batch in batches:
         loaded.update(*batch)
         step(batch)
-    assert largest_difference(loaded.get_state(), step.model) < tolerance
+    assert largest_difference(loaded.get_state(), step.model) < 1e-5
     torch.testing.assert_close(loaded.predict(example[0]), step.model.eval()(example[0]).detach(), rtol=1e-4, atol=1e-5)
     return loaded
 
@@ -395,9 +401,7 @@ def test_executorch_programs_of_models(name, optimizer, tmp_path):
     loss_fn = nn.CrossEntropyLoss()
     step = sw.Step(model, OPTIMIZERS[optimizer](model.parameters()), loss_fn, samples=1, transforms=[sw.clip(1.0)])
     batches = [(x(), torch.randint(0, 4, (1,))) for _ in range(1000)]
-    # The gradient of the key bias of attention is rounding alone, which Adam scales to a full step.
-    tolerance = 1e-5 if name != "transformer" else 0.05
-    check_file(step, tmp_path / "update.pte", batches[0], batches, tolerance)
+    check_file(step, tmp_path / "update.pte", batches[0], batches)
 
 
 @pytest.mark.slow
