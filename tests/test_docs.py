@@ -57,7 +57,8 @@ def _blocks(text: str):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_code_blocks_run_in_order_without_a_warning(path):
+def test_code_blocks_run_in_order_without_a_warning(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": path.stem}
     text = path.read_text()
     with warnings.catch_warnings():
@@ -152,7 +153,8 @@ HOW_TO = dict(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", HOW_TO)
-def test_each_how_to_section_runs_alone(section):
+def test_each_how_to_section_runs_alone(section, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # transformers 5.23 has renamed what peft 0.21, the latest release, calls.
