@@ -68,7 +68,7 @@ The file follows a [JSON Schema](../src/samplewise/bench/schema.json), version 1
 ## Reports
 """  # noqa: E501
 NONE = """
-**No report yet.** Nobody has sent a report of a GPU. Everything that this documentation says about GPUs comes from a
+**No report yet.** No report of a GPU has arrived. Everything that this documentation says about GPUs comes from a
 [simulated accelerator](accelerators.md).
 """
 
