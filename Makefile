@@ -56,7 +56,7 @@ help:
 	@echo 'make api         record the public names and signatures in tests/public_api.txt'
 	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
-	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func, JAX and a plain loop (two hours)'
+	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func, JAX and a plain loop (an hour)'
 	@echo 'make bench QUICK=1'
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
@@ -215,9 +215,6 @@ dist: $(DEV)
 # the documents.
 bench: $(BENCH)
 	@$(PY) benchmarks/run.py $(if $(QUICK),--quick) $(if $(WRITE),--write docs/speed.md README.md)
-	@$(if $(QUICK),,$(PY) benchmarks/step.py)
-	@$(if $(QUICK),,$(PY) benchmarks/ledger.py $(if $(wildcard /usr/share/datasets/fashion-mnist),,--random))
-	@$(if $(QUICK),,$(PY) benchmarks/lora.py)
 
 comparison: $(BENCH)
 	@$(PY) benchmarks/comparison.py

@@ -1,24 +1,30 @@
-"""Time of a distributed `Step` relative to a plain DistributedDataParallel loop, interleaved on this machine.
+"""Table of distributed updates of `Step`, relative to a plain DistributedDataParallel loop, interleaved.
 
-python benchmarks/distributed.py [--ranks 2] [--rounds 15] [--workloads encoder,lm,mlp]
+Two ranks with gloo, one thread each.
 """
 
-import argparse
 import copy
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from catalog import build
+from catalog import TITLES, build
+from tables import Options, Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Workload
 
 import samplewise as sw
+
+RANKS = 2
+PLAIN = "plain DistributedDataParallel"
+NETS = ("mlp", "encoder", "lm")
 
 Update = Callable[[], object]
 
@@ -58,11 +64,11 @@ class Contest:
 
     def entries(self) -> dict[str, Update]:
         return {
-            "DDP": self.plain(),
-            "Step": self.step(),
-            "Step, clip": self.step(sw.clip(self.work.clip)),
-            "Step, drop a quantile": self.step(sw.drop(quantile=0.9)),
-            "Step, clip, fsdp": self.sharded(sw.clip(self.work.clip)),
+            PLAIN: self.plain(),
+            "`Step`": self.step(),
+            "`Step`, `clip`": self.step(sw.clip(self.work.clip)),
+            "`Step`, `drop(quantile=0.9)`": self.step(sw.drop(quantile=0.9)),
+            '`Step`, `clip`, `parallel="fsdp"`': self.sharded(sw.clip(self.work.clip)),
         }
 
 
@@ -76,35 +82,38 @@ def seconds(update: Update) -> float:
     return taken.item()
 
 
-def measure(rank: int, size: int, store: str, names: list[str], rounds: int) -> None:
+def measure(rank: int, directory: str, names: list[str], rounds: int) -> None:
+    """Write median seconds of each network and entry to a JSON file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    medians = {}
     for name in names:
         torch.manual_seed(rank)
         entries = Contest(build(name)).entries()
         for update in entries.values():
             update(), update()
-        taken: dict[str, list[float]] = {entry: [] for entry in entries}
+        times: dict[str, list[float]] = {entry: [] for entry in entries}
         for _ in range(rounds):
             for entry, update in entries.items():
-                taken[entry].append(seconds(update))
-        middle = {entry: statistics.median(times) for entry, times in taken.items()}
-        if rank == 0:
-            ratios = "   ".join(f"{entry} {middle[entry] / middle['DDP']:.2f}" for entry in entries if entry != "DDP")
-            print(f"{name:8} DDP {1e3 * middle['DDP']:.0f} ms   as a multiple of that: {ratios}", flush=True)
+                times[entry].append(seconds(update))
+        medians[name] = {entry: statistics.median(series) for entry, series in times.items()}
+    if rank == 0:
+        Path(directory, "medians.json").write_text(json.dumps(medians))
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--workloads", default="encoder,lm,mlp")
-    options = parser.parse_args()
+def distributed(options: Options) -> Iterator[Table]:
+    names = options.choose(NETS)
     with tempfile.TemporaryDirectory() as directory:
-        arguments = options.ranks, f"{directory}/store", options.workloads.split(","), options.rounds
-        torch.multiprocessing.spawn(measure, arguments, options.ranks)
-
-
-if __name__ == "__main__":
-    main()
+        torch.multiprocessing.spawn(measure, (directory, names, options.rounds), RANKS)
+        medians = json.loads(Path(directory, "medians.json").read_text())
+    plain = [f"{1e3 * medians[name][PLAIN]:.0f}" for name in names]
+    rows = [
+        [entry, *(f"{medians[name][entry] / medians[name][PLAIN]:.2f}" for name in names)]
+        for entry in medians[names[0]]
+        if entry != PLAIN
+    ]
+    header = ["", *(TITLES[name] for name in names)]
+    caption = f"Multiples of an update with a plain DistributedDataParallel; {RANKS} ranks. {options.caption(1)}"
+    title = "Distributed updates as a multiple of a plain DistributedDataParallel"
+    yield Table("distributed", title, [header, *rows, [f"{PLAIN}, ms", *plain]], caption)

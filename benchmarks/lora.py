@@ -1,23 +1,21 @@
-"""Clipped sum of per-sample gradients of Llama models with LoRA adapters (peft), relative to a plain step.
-
-python benchmarks/lora.py [name ...] [--rounds 31]
+"""Table of clipped sums of Llama models with LoRA adapters (peft), relative to a plain step.
 
 A plain step is a forward pass and the backward pass of the mean loss. One thread and one process: in every round both
 steps run once, each with its own optimizer-free `zero_grad`. CPU time, which depends less on other load; ratios are
 medians over rounds. The gradients are first compared with those of a loop over single samples.
 """
 
-import argparse
-import gc
-import statistics
+import sys
 import time
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from tables import Options, Table
+from timing import interleaved
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,21 +38,22 @@ class Work:
 
     @property
     def name(self) -> str:
-        adapted = "all linear layers" if self.targets == ALL else "q and v"
-        size = f"{self.hidden} x {self.layers}, batch {self.samples} x {self.tokens}"
-        options = ", bfloat16" * (self.dtype is torch.bfloat16) + ", checkpointing" * self.checkpointing
-        return f"{size}, {adapted}{options}"
+        size = f"{self.hidden} × {self.layers}, batch {self.samples} × {self.tokens}"
+        return size + ", bfloat16 base" * (self.dtype is torch.bfloat16) + ", checkpointing" * self.checkpointing
+
+    @property
+    def adapted(self) -> str:
+        return "all linear layers" if self.targets == ALL else "q and v"
 
 
 WORKS = [
+    Work(128, 2, 8, 16, QUERY_VALUE),
     Work(128, 2, 8, 32, QUERY_VALUE),
     Work(128, 2, 8, 64, QUERY_VALUE),
-    Work(128, 2, 8, 64, ALL),
     Work(256, 4, 8, 64, QUERY_VALUE),
-    Work(256, 4, 8, 64, ALL),
     Work(128, 2, 8, 64, QUERY_VALUE, checkpointing=True),
     Work(128, 2, 8, 64, QUERY_VALUE, torch.bfloat16),
-    Work(128, 2, 8, 64, ALL, torch.bfloat16, checkpointing=True),
+    Work(128, 2, 8, 64, QUERY_VALUE, torch.bfloat16, checkpointing=True),
 ]
 
 
@@ -115,41 +114,26 @@ def check(work: Work, model: nn.Module, ids: Tensor) -> None:
     assert apart < TOLERANCES[work.dtype], f"{work.name}: clipped sums differ by {apart:.1e}"
 
 
-def seconds(call: Callable[[nn.Module, Tensor], None], model: nn.Module, ids: Tensor) -> float:
-    start = time.process_time()
-    call(model, ids)
-    return time.process_time() - start
+def lora(options: Options) -> Iterator[Table]:
+    torch.set_num_threads(1)
+    options = replace(options, rounds=3 * options.rounds)  # a round takes a tenth of a second
+    rows = [["hidden size × layers, batch × tokens", "plain step, ms", "q and v", "all linear layers"]]
+    for work in WORKS:
+        cells = [cells_of(replace(work, targets=targets), options.rounds) for targets in (QUERY_VALUE, ALL)]
+        rows.append([work.name, cells[0][0], *(ratio for _, ratio in cells)])
+    title = f"LoRA of rank {RANK} on Llama models, clipped sum as a multiple of a plain step"
+    yield Table("lora", title, rows, f"Processor time as a multiple of a plain step. {options.caption(1)}")
 
 
-def line(work: Work, rounds: int) -> str:
+def cells_of(work: Work, rounds: int) -> tuple[str, str]:
+    """Milliseconds of a plain step, and the ratio of a clipped sum to it."""
     torch.manual_seed(0)
     model, ids = build(work), torch.randint(0, VOCABULARY, (work.samples, work.tokens))
     check(work, model, ids)
-    steps = {plain_step: [], clipped_step: []}
-    for call in steps:
-        seconds(call, model, ids), seconds(call, model, ids)
-    gc.collect()
-    for number in range(rounds):
-        for call in list(steps)[:: 1 if number % 2 else -1]:
-            steps[call].append(seconds(call, model, ids))
-    plain, clipped = (1e3 * statistics.median(times) for times in steps.values())
-    count = sum(p.requires_grad for p in model.parameters()) // 2
-    return f"| {work.name} | {count} | {plain:.1f} | {clipped:.1f} | {clipped / plain:.2f} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="parts of the names of the models; default: all models")
-    parser.add_argument("--rounds", type=int, default=31)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    print(f"\n### LoRA of rank {RANK} on Llama models, clipped sum against a plain step\n")
-    print("| hidden size x layers | adapters | plain, ms | clipped, ms | ratio |\n|---|---|---|---|---|")
-    for work in WORKS:
-        if not options.names or any(name in work.name for name in options.names):
-            print(line(work, options.rounds), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    plain, clipped = partial(plain_step, model, ids), partial(clipped_step, model, ids)
+    for _ in range(2):
+        plain(), clipped()
+    name = f"{work.name}, {work.adapted}"
+    series = interleaved(name, plain, {"clipped": clipped}, rounds, time.process_time)["clipped"]
+    print(f"{name}: {series.ratio:.2f}", file=sys.stderr)
+    return f"{1e3 * series.plain_median:.1f}", f"{series.ratio:.2f}"

@@ -19,9 +19,9 @@ import isolated
 import memory
 import torch
 from catalog import TITLES, build
-from peers import CONTENDERS, PEERS, Contender, Loop, OpacusGhost, OpacusHooks, Plain, Samplewise, Vmap
+from peers import CONTENDERS, PEERS, Backpack, Contender, ExpandedWeights, Plain, Samplewise, Vmap
 from real_nets import REAL_NETS
-from results import JOBS, Cells, Judge, Result, failed, jobs_of
+from results import JOBS, Cells, Judge, Result, failed
 from tables import Options, Table
 from timing import Call, interleaved, seconds
 from workloads import MEDIUM_NETS, Workload
@@ -29,19 +29,21 @@ from workloads import MEDIUM_NETS, Workload
 Columns = dict[str, Cells]  # by workload
 Entry = tuple[type[Contender], str]  # contender and job
 OURS: list[Entry] = [(Samplewise, job) for job in ("norms", "clipped_sum", "clipped_sum_twice")]
+OTHERS: list[Entry] = [(contender, "clipped_sum") for contender in PEERS]
+ROWS: list[Entry] = [(contender, "full") for contender in (Samplewise, Vmap)]
 QUICK = OURS[:2]
 QUICK_NETS = ("resnet18", "vit")  # in less than three minutes with the other tables
 
 
 def medium(options: Options) -> Iterator[Table]:
-    contenders = [Samplewise, *(PEERS if options.peers else [])]
-    entries = [(contender, job) for contender in contenders for job in jobs_of(contender)]
+    entries = [*OURS, *(OTHERS + ROWS if options.peers else ROWS[:1])]
     yield from tables("medium", options.choose(MEDIUM_NETS), QUICK if options.quick else entries, options)
 
 
 def real(options: Options) -> Iterator[Table]:
-    peers = [(contender, "clipped_sum") for contender in (Vmap, OpacusHooks, OpacusGhost, Loop) if options.peers]
-    entries = QUICK if options.quick else [*OURS, *peers]
+    # The models have layers for which BackPACK and ExpandedWeights have no rules.
+    others = [entry for entry in OTHERS if entry[0] not in (Backpack, ExpandedWeights)]
+    entries = QUICK if options.quick else [*OURS, *(others if options.peers else [])]
     yield from tables("real", options.choose(REAL_NETS, QUICK_NETS), entries, options)
 
 

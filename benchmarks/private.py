@@ -1,10 +1,8 @@
 """Private updates compared with plain updates and with Opacus, on the CNN of examples/private_fashion_mnist.py.
 
-python benchmarks/private.py [table ...] [--rounds 15] [--threads 1] [--seeds 3] [--updates 100]
+python benchmarks/run.py private: time and memory, in a process for each method
+python benchmarks/private.py [table ...] [--seeds 3] [--updates 100]
 
-  time      processor seconds of an update, and its ratio to a plain update: medians, interleaved in a process for each
-            method; "wrong" if the clipped sum differs from that of a loop over samples
-  memory    peak memory of two updates, in a process for each method
   epsilon   epsilon of the published settings, and noise multiplier for epsilon 3, by each accountant
   accuracy  test accuracy on Fashion-MNIST after some updates with the same settings, initial parameters and draws
 
@@ -28,7 +26,7 @@ from typing import Any
 import isolated
 import torch
 from memory import peak_above_start
-from tables import Table, plural, processor
+from tables import Options, Table
 from timing import interleaved
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -182,14 +180,21 @@ def is_right(name: str, layout: str) -> bool:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def time_table(options: argparse.Namespace) -> Table:
+def private(options: Options) -> Iterator[Table]:
+    yield time_table(options)
+    yield memory_table(options)
+
+
+def time_table(options: Options) -> Table:
     rows = [["", *(head for layout in LAYOUTS for head in (f"{layout}, s", "over plain"))]]
-    for name in PRIVATE:
-        found = [isolated.call(__file__, "--time", layout, name, options.threads, options.rounds) for layout in LAYOUTS]
+    for name in PRIVATE if options.peers else PRIVATE[:1]:
+        found = [isolated.call(__file__, "--time", layout, name, 1, options.rounds) for layout in LAYOUTS]
+        print(f"private: {name}: {found}", file=sys.stderr)
         if name == PRIVATE[0]:
             rows.append(["plain", *(cell for one in found for cell in (one[0], "1"))])
         rows.append([name, *(cell for one in found for cell in one[1:])])
-    return Table("private-time", "Time of an update", rows, caption(options))
+    unit = "Processor seconds, and multiples of a plain update next to each private one."
+    return Table("private-time", "Time of an update", rows, f"{unit} {options.caption(1)}")
 
 
 def timed(layout: str, name: str, threads: int, rounds: int) -> tuple[str, str, str]:
@@ -209,15 +214,16 @@ def timed(layout: str, name: str, threads: int, rounds: int) -> tuple[str, str, 
     plain, private = methods
     found = interleaved(f"{name}, {layout}", plain.update, {name: private.update}, rounds, time.process_time)[name]
     wrong = "" if is_right(name, layout) else ", wrong"
-    return f"{statistics.median(found.plain):.3f}", f"{found.median:.3f}", f"{found.ratio:.2f}{wrong}"
+    return f"{found.plain_median:.3f}", f"{found.median:.3f}", f"{found.ratio:.2f}{wrong}"
 
 
-def memory_table(options: argparse.Namespace) -> Table:
+def memory_table(options: Options) -> Table:
     rows = [["", *(f"{layout}, MB" for layout in LAYOUTS)]]
-    for name in METHODS:
-        peaks = [isolated.call(__file__, "--peak", layout, name, options.threads) for layout in LAYOUTS]
+    for name in METHODS if options.peers else (Plain.name, PRIVATE[0]):
+        peaks = [isolated.call(__file__, "--peak", layout, name, 1) for layout in LAYOUTS]
         rows.append([name, *(f"{peak / 1e6:.0f}" for peak in peaks)])
-    return Table("private-memory", "Peak memory of an update above the memory before it", rows, caption(options))
+    caption = "Peak memory of two updates above the memory before them."
+    return Table("private-memory", "Peak memory of an update", rows, caption)
 
 
 def peak(layout: str, name: str, threads: int) -> int:
@@ -227,7 +233,7 @@ def peak(layout: str, name: str, threads: int) -> int:
     return peak_above_start(METHODS[name](layout, noise_images(SAMPLES), draws=2).update)
 
 
-def epsilon_table(options: argparse.Namespace) -> Table:
+def epsilon_table() -> Table:
     from opacus.accountants import create_accountant
     from opacus.accountants.utils import get_noise_multiplier
 
@@ -272,26 +278,16 @@ def trained(name: str, seed: int, updates: int, training: Data, test: Data) -> f
     return found
 
 
-def caption(options: argparse.Namespace) -> str:
-    threads = plural(options.threads, "thread")
-    return f"torch {torch.__version__}, float32, {threads}, {plural(options.rounds, 'round')}; {processor()}."
-
-
-TABLES = {"time": time_table, "memory": memory_table, "epsilon": epsilon_table, "accuracy": accuracy_table}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="table", help=f"any of {', '.join(TABLES)}; default: the first 3")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("tables", nargs="*", metavar="table", help="any of epsilon, accuracy; default: epsilon")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--methods", nargs="+", choices=PRIVATE, help="of the table accuracy; default: all")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    for name in options.tables or ("time", "memory", "epsilon"):
-        print(TABLES[name](options), flush=True)
+    torch.set_num_threads(1)
+    for name in options.tables or ("epsilon",):
+        print(accuracy_table(options) if name == "accuracy" else epsilon_table(), flush=True)
 
 
 if __name__ == "__main__":

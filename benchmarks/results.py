@@ -69,7 +69,3 @@ class Judge:
         """None if the result is correct."""
         distance = self.distance(job, answer)
         return None if distance <= TOLERANCE else Result(word="wrong", why=f"off by {distance:.1%}")
-
-
-def jobs_of(contender: type[Contender]) -> list[str]:
-    return [job for job in JOBS if hasattr(contender, job)]

@@ -9,7 +9,6 @@ python small.py ROW ROUNDS WORKLOAD ... prints the numbers of one row as JSON.
 
 import copy
 import json
-import statistics
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -204,7 +203,7 @@ def measure(work: Workload, row: str, rounds: int) -> tuple[float, Result]:
     except Exception as error:  # the other networks are still measured
         cell = failed(error)
     series = interleaved(work.name, plain, {row: plain if cell else updates}, rounds)[row]
-    return statistics.median(series.plain) / UPDATES, cell or Result(series.ratio)
+    return series.plain_median / UPDATES, cell or Result(series.ratio)
 
 
 def movement(updates: Updates) -> float:

@@ -1,23 +1,20 @@
-"""Overhead of `Step` and `Trainer` over a plain PyTorch loop that does the same, interleaved in one process.
+"""Table of the overhead of `Step` and `Trainer` over a plain PyTorch loop that does the same, interleaved.
 
-python benchmarks/step.py [--rounds 15] [--threads 1] [--nets tiny encoder]
-
-With one thread, CPU time is measured, which depends less on other load; otherwise wall time.
+One thread, CPU time, which depends less on other load than wall time.
 """
 
-import argparse
 import copy
-import statistics
+import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
 import torch
-from catalog import build
+from catalog import TITLES, build
 from small_nets import mlp, small_transformer
-from timing import Clock, interleaved
+from tables import Options, Table
+from timing import interleaved
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import Workload, classification
@@ -134,14 +131,14 @@ class Contest:
         mean = self.textbook_mean()
         clip = [sw.clip(self.work.clip)]
         return {
-            "no transform, on_nonfinite='ignore'": (self.step(on_nonfinite="ignore"), mean),
-            "the same, samples=B": (self.step(on_nonfinite="ignore", samples=batch), mean),
-            "no transform, checked": (self.step(), mean),
-            "nn.CrossEntropyLoss(), checked": self.criterion(),
-            "Trainer": (self.trainer(), mean),
-            "Trainer, DataLoader in memory": (self.trainer(self.loader()), self.textbook_mean(self.loader())),
-            "microbatch=B/4": (self.step(microbatch=batch // 4), self.textbook(4)),
-            "clip": (self.step(transforms=clip), self.clipped_by_hand()),
+            "`Step`": (self.step(), mean),
+            '`Step`, `on_nonfinite="ignore"`': (self.step(on_nonfinite="ignore"), mean),
+            "the same, `samples=` batch": (self.step(on_nonfinite="ignore", samples=batch), mean),
+            "`Step`, `nn.CrossEntropyLoss()`": self.criterion(),
+            "`Step`, four microbatches": (self.step(microbatch=batch // 4), self.textbook(4)),
+            "`Trainer`": (self.trainer(), mean),
+            "`Trainer`, `DataLoader` in memory": (self.trainer(self.loader()), self.textbook_mean(self.loader())),
+            "`Step`, clip; the loop uses `sw.gradients`": (self.step(transforms=clip), self.clipped_by_hand()),
         }
 
 
@@ -149,41 +146,34 @@ class Contest:
 NETS: dict[str, tuple[Callable[[], Workload], int]] = {
     "tiny": (lambda: small(6, 8, 3), 500),
     "small": (lambda: small(64, 256, 256, 10), 100),
-    "transformer": (small_transformer, 20),
-    "mlp": (lambda: build("mlp"), 4),
+    "small_transformer": (small_transformer, 20),
     "encoder": (lambda: build("encoder"), 1),
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--nets", nargs="+", default=[], metavar="NAME", choices=NETS, help=", ".join(NETS))
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(options.threads)
+def step(options: Options) -> Iterator[Table]:
+    torch.set_num_threads(1)
     torch.manual_seed(1)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
-    unit = "CPU time, 1 thread" if options.threads == 1 else f"{options.threads} threads"
-    print(f"\n### Step and Trainer compared with a plain loop, {unit}\n")
-    print("| | | plain loop, µs | ours, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
-    for net in options.nets or NETS:
-        make, updates = NETS[net]
+    columns = {}
+    for name in options.choose(NETS):
+        make, updates = NETS[name]
         contest = Contest(make(), updates)
-        for name, pair in contest.pairs().items():
-            print(line(contest, name, *pair, options.rounds, clock), flush=True)
+        columns[TITLES.get(name, contest.work.name)] = column(contest, options.rounds)
+    rows = [[row, *(cells[row] for cells in columns.values())] for row in next(iter(columns.values()))]
+    title = "Step and Trainer compared with a plain loop"
+    caption = f"Processor time added to an update of a plain loop, and in brackets the ratio. {options.caption(1)}"
+    yield Table("step", title, [["", *columns], *rows], caption)
 
 
-def line(contest: Contest, name: str, ours: Loop, theirs: Loop, rounds: int, clock: Clock) -> str:
-    for loop in (ours, theirs):
-        loop()
-    series = interleaved(f"{contest.work.name}, {name}", theirs, {name: ours}, rounds, clock)[name]
-    per_update = 1e6 / contest.updates
-    plain = statistics.median(series.plain) * per_update
-    times = f"{plain:.0f} | {series.median * per_update:.0f} | {series.difference * per_update:+.0f}"
-    return f"| {contest.work.name} | {name} | {times} | {series.ratio:.3f} |"
-
-
-if __name__ == "__main__":
-    main()
+def column(contest: Contest, rounds: int) -> dict[str, str]:
+    """Cells of one network by the name of their row."""
+    cells = {}
+    for name, (ours, plain) in contest.pairs().items():
+        for loop in (ours, plain):
+            loop()
+        series = interleaved(f"{contest.work.name}, {name}", plain, {name: ours}, rounds, time.process_time)[name]
+        per_update = 1e6 / contest.updates
+        cells.setdefault("plain loop, µs", f"{series.plain_median * per_update:,.0f}")
+        cells[name] = f"{series.difference * per_update:+,.0f} µs ({series.ratio:.3f})"
+        print(f"{contest.work.name}, {name}: {cells[name]}", file=sys.stderr)
+    return cells

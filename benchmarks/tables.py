@@ -64,9 +64,14 @@ class Table:
 
 
 def write(table: Table, path: Path) -> bool:
-    """Replace the text between the markers of the table; False if the document has none."""
-    text = path.read_text()
-    place = re.compile(rf"(<!-- {table.key} -->\n).*?(<!-- /{table.key} -->)", re.DOTALL)
-    written, places = place.subn(lambda found: f"{found[1]}\n{table.markdown}\n\n{found[2]}", text)
-    path.write_text(written)
+    """Replace the table between its markers; False if the document has none."""
+    return replace_text(table.key, table.markdown, path)
+
+
+def replace_text(key: str, text: str, path: Path) -> bool:
+    """Replace the text between the markers of this key; False if the document has none."""
+    document = path.read_text()
+    place = re.compile(rf"(<!-- {key} -->\n).*?(<!-- /{key} -->)", re.DOTALL)
+    document, places = place.subn(lambda markers: f"{markers[1]}\n{text}\n\n{markers[2]}", document)
+    path.write_text(document)
     return places > 0

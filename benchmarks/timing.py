@@ -26,6 +26,10 @@ class Series:
         return statistics.median(self.seconds)
 
     @property
+    def plain_median(self) -> float:
+        return statistics.median(self.plain)
+
+    @property
     def ratio(self) -> float:
         return statistics.median(a / b for a, b in zip(self.seconds, self.plain, strict=True))
 

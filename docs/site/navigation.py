@@ -59,6 +59,7 @@ NAVIGATION = {
         "evidence",
         "comparison",
         "speed",
+        "speed-experiments",
         "scaling",
         "diagnostics-measurements",
         "attribution-measurements",
