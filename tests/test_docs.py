@@ -131,7 +131,7 @@ def test_the_notebook_of_gpus_installs_the_wheel(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     with pytest.raises(SystemExit, match="Upload samplewise-VERSION"):
         exec(code, {})
-    wheel = "samplewise-0.3.0-py3-none-any.whl"
+    wheel = f"samplewise-{samplewise.__version__}-py3-none-any.whl"
     files = SimpleNamespace(upload=(tmp_path / wheel).touch)
     monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace(files=files))
     exec(code, {})
