@@ -65,8 +65,8 @@ class ExpectedRows:
 
     def norms(self, by: str | None = None) -> Any:
         if by == "parameter":
-            return {name: real(rows).reshape(len(rows), -1).norm(dim=1) for name, rows in self._full.items()}
-        return self.flat().norm(dim=1)
+            return {name: row_norms(real(rows).reshape(len(rows), -1)) for name, rows in self._full.items()}
+        return row_norms(self.flat())
 
     def dot(self, direction: dict[str, Tensor]) -> Tensor:
         return self.flat() @ torch.cat([real(direction[name]).flatten() for name in self.names])
@@ -93,6 +93,16 @@ class ExpectedRows:
         return ExpectedRows(
             {name: rows.to(dtype.to_complex() if rows.is_complex() else dtype) for name, rows in self._full.items()}
         )
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """L2 norm of each row; a row whose squares are too small for the dtype is scaled by its largest element first."""
+    if not matrix.shape[1]:
+        return matrix.norm(dim=1)
+    largest = matrix.detach().abs().amax(1, keepdim=True)
+    faint = (largest > 0) & (largest.square() < torch.finfo(matrix.dtype).tiny)
+    scale = torch.where(faint, largest, torch.ones_like(largest))
+    return (matrix / scale).norm(dim=1) * scale.squeeze(1)
 
 
 def real(tensor: Tensor) -> Tensor:
