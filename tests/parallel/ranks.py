@@ -26,12 +26,16 @@ TIMEOUT = 180.0  # seconds that ranks wait for each other
 
 class Ranks:
     def __init__(self, size):
+        self._size = size
+        self._start()
+
+    def _start(self):
         self._directory = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
         self._pipes, self.processes = [], []
-        for rank in range(size):
+        for rank in range(self._size):
             here, there = context.Pipe()
-            arguments = rank, size, str(Path(self._directory.name) / "store"), there
+            arguments = rank, self._size, str(Path(self._directory.name) / "store"), there
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             there.close()
@@ -40,6 +44,9 @@ class Ranks:
     def run(self, function, *arguments):
         answers = self._ask(function, arguments)
         failed = [f"rank {rank}:\n{trace}" for rank, (_, trace, _) in enumerate(answers) if trace is not None]
+        if failed:  # the ranks may be out of step: the next test needs new ones
+            self.close()
+            self._start()
         assert not failed, "\n".join(failed)
         return [value for value, _, _ in answers]
 
