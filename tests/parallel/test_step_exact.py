@@ -53,6 +53,12 @@ def test_sharded_models(two, transforms, how):
     compare(two, transforms=transforms, how=how, samples=6, batch=4, max_grad_norm=0.3)
 
 
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "sharded"])
+def test_references_are_computed_at_different_places_of_a_window(three, how):
+    """The last microbatch of some ranks is the first of others."""
+    compare(three, transforms="align", how=how, samples=5, batch=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "plain", "fsdp", "sharded"])
 def test_rechecks_exchange_nothing(three, how):

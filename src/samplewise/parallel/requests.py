@@ -21,6 +21,8 @@ because these contain only what all ranks did together.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 from weakref import ref
 
@@ -75,6 +77,7 @@ class Requests:
         self._participants: list[ref[Participant]] = []
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}  # segment -> the one that followed it
         self._last: tuple[int, ...] = ()
+        self.passes_may_differ = False  # the ranks serve each other until the end of a window
         self.reset()
 
     def reset(self) -> None:
@@ -90,6 +93,17 @@ class Requests:
         self._known.clear()
         self._participants.append(ref(participant))
         return len(self._participants) - 1
+
+    @contextmanager
+    def different_passes(self) -> Iterator[None]:
+        """Context manager: ranks reach the code inside at different places of a window, or not at all. Each pass inside
+        is served by the others, so that it must not contain collectives that are not requested.
+        """
+        self.passes_may_differ = True
+        try:
+            yield
+        finally:
+            self.passes_may_differ = False
 
     # --- a rank that needs a collective ----------------------------------------------------------------------------
 

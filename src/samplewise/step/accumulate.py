@@ -18,6 +18,7 @@ from samplewise.engine.deferred_checks import all_finite, current_checks
 from samplewise.engine.gradients import Gradients, require_linear, with_larger_terms
 from samplewise.engine.ownership.independence import norms_only_recorded
 from samplewise.errors import SamplesInteractError
+from samplewise.parallel import collectives
 from samplewise.parallel.mode import Parallel
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.nonfinite import problem_of_losses
@@ -164,7 +165,7 @@ class PerSampleAccumulator(Accumulator):
         """Direction of each reference, computed once per window at the first use."""
         if self._directions is None:
             trained = self.evaluator.trained
-            with trained.without_grads():
+            with trained.without_grads(), collectives.requests.different_passes():
                 self._directions = self.chain.directions(trained.trainable())
         return self._directions
 
