@@ -24,8 +24,12 @@ def benchmark_modules(monkeypatch):
             del sys.modules[name]
 
 
-def test_tables(benchmark_modules, tmp_path):
+def test_tables(benchmark_modules, tmp_path, monkeypatch):
     attribution, tasks = benchmark_modules
+    # Digits of scikit-learn: Fashion-MNIST is not on every machine.
+    pictures = tasks.fashion_mnist
+    monkeypatch.setattr(pictures, "PLACE", tmp_path / "missing")
+    monkeypatch.setattr(pictures, "load", lambda part: pictures.load_or_digits(part)[:2])
     task = replace(tasks.TASKS["cnn"].small(), samples=60, queries=6, subsets=4, models=2, epochs=2)
     task = replace(task, refined_queries=4, metagradient_queries=2, removals=3)
     study = attribution.Study(task, tmp_path)

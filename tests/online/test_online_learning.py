@@ -284,6 +284,21 @@ def test_a_refused_sample_changes_nothing(name, begun):
     assert_same(snapshot(online)[0], snapshot(other)[0])
 
 
+def test_layers_change_their_size_while_an_earlier_graph_is_alive():
+    """Tracebacks and hooks keep graphs, whose nodes expect gradients of the earlier shapes."""
+    online = make(net(), clip=1.0)
+    outputs = []
+    online.step.model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    for k in range(6):
+        online.learn_one({"a": k / 10, "b": 1.0}, k % 3)
+    x, y, message = BAD["not finite, new feature and class"]
+    with pytest.raises(sw.SamplewiseError, match=message) as refused:
+        online.learn_one(x, y)  # layers grow, and are made small again
+    assert online.learn_one({"a": 0.5, "b": -1.0}, 1).weight > 0
+    assert online.learn_one({"a": 0.5, **dict.fromkeys("cdefgh", 1.0)}, 7).weight > 0
+    assert outputs and refused.tb is not None
+
+
 @pytest.mark.parametrize("x", [[1.0, 2.0], torch.ones(5), torch.ones(1, 4), torch.ones(4).numpy()[:3]], ids=repr)
 def test_rows_of_another_shape_are_refused(x):
     for begun in (False, True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samplewise.errors import ParameterError
@@ -87,11 +88,21 @@ def resize(layer: nn.Linear, optimizer: Any, inputs: int, outputs: int) -> Undo:
         layer.in_features, layer.out_features = sizes
         for p, data, state, values in entries:
             p.grad = None
-            p.data = data
+            _replace(p, data)
             state.update(values)
 
     write((inputs, outputs), after)
     return lambda: write(sizes, before)
+
+
+def _replace(p: nn.Parameter, data: Tensor) -> None:
+    """Replace the data of a parameter by data of another shape, also if an earlier graph is still alive.
+
+    A traceback, a hook or a reference cycle can keep a graph. Autograd then uses its node of the parameter again, which
+    expects gradients of the earlier shape. It discards the node if the assigned data have another dtype.
+    """
+    p.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float16 else torch.float16)
+    p.data = data
 
 
 def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
