@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.engine.grads import kernels
 from samplewise.engine.grads.kernels import bmm, mm, prefers_onednn
@@ -57,6 +58,28 @@ def test_batched_product(by_onednn):
     assert product.shape == (5, 12, 7)
     for one, left, right in zip(product, a, b, strict=True):
         assert_is_product(one, left, right)
+
+
+class WeightLayouts(TorchDispatchMode):
+    """Records whether each second operand that oneDNN gets is dense: for others it calls a slow kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.dense.append(args[1].is_contiguous() or args[1].t().is_contiguous())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize("left", LEFT)
+def test_the_second_operand_is_dense(by_onednn, left, right):
+    with WeightLayouts() as layouts:
+        mm(LEFT[left](), RIGHT[right]())
+        bmm(LEFT[left]()[None], RIGHT[right]()[None])
+    assert layouts.dense and all(layouts.dense)
 
 
 def test_infinity_stays_in_its_row(by_onednn):

@@ -212,6 +212,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
+    if not (b.is_contiguous() or b.t().is_contiguous()):  # a slice, or steps first: oneDNN is 1000 times slower then
+        b = b.contiguous()
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
     return product
 
