@@ -137,6 +137,7 @@ def flat(rows):
     return torch.cat([row.reshape(len(row), -1) for row in rows.values()], 1)
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_quantity(name, strategy):

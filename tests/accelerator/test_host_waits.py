@@ -372,6 +372,7 @@ def test_an_index_outside_of_the_weights_is_not_ignored():
     assert all(p.isnan().all().cpu() for p in step.model.parameters())
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("chain", [[], [sw.clip(0.5)], [sw.drop(largest=1)]], ids=str)
 def test_skipped_updates_leave_no_trace(fused, chain):

@@ -187,6 +187,7 @@ def test_clip_by_parameter_and_whole_windows_of_unequal_counts(by, tmp_path):
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize(
     ("place", "number", "left"),
     [("on_update", 4, 6), ("on_update", 7, 4), ("set_adjoint", 6, 1), ("set_adjoint", 1, 6)],

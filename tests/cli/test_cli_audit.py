@@ -4,6 +4,7 @@ import sys
 
 import forks
 import pytest
+from recipes import command
 
 SCRIPT = """
 import argparse
@@ -84,7 +85,8 @@ def test_a_script_that_fails(run):
         (["train.py", "--allow", "eval"], "found 'eval'. Did you mean 'eval-mode'"),
     ],
 )
-def test_wrong_arguments(run, arguments, message):
-    result = run(*arguments)
-    assert result.returncode == 2
+def test_wrong_arguments(tmp_path, arguments, message):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = command("audit", *arguments)
+    assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())

@@ -96,6 +96,7 @@ def test_changes_of_each_sample_for_itself_give_the_rows_of_the_loop(change, pla
         assert_as_loop(losses_of(model, ON_ACTIVATIONS[place], APART[change]), model, **WAYS[way])
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("place", ON_ACTIVATIONS)
 @pytest.mark.parametrize("change", APART)
 def test_a_sum_that_is_a_backward_pass_with_weights_is_refused(change, place):

@@ -34,6 +34,7 @@ def assert_derived(losses, model):
     assert_as_loop(losses, model)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("samples", [2, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_experts_with_tokens_of_few_samples(samples, tokens):

@@ -11,7 +11,7 @@ from samplewise.testing.oracle import rows_of, wanted
 each = pytest.mark.parametrize("case", INTERACTING, ids=lambda case: case.name)
 
 
-@pytest.mark.sweep(2 / 3)
+@pytest.mark.sweep(1 / 3)
 @each
 @pytest.mark.parametrize("strategy", [None, "twice", "full"])
 @pytest.mark.parametrize("ask", ["norms", "sum", "full"])

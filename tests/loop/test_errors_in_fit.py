@@ -183,7 +183,7 @@ class Asked:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 10)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
 @pytest.mark.parametrize("call", [1, 2, 4, 6, 9])

@@ -126,7 +126,7 @@ def test_continues_on_another_machine(kind, tmp_path, whole):
     assert not [path for path in (tmp_path / "store").rglob("*") if ".partial" in path.name or path.name == "run.lock"]
 
 
-@pytest.mark.sweep(1 / 32)
+@pytest.mark.sweep(1 / 80)
 @pytest.mark.parametrize("local", ["lost", "kept"])
 @pytest.mark.parametrize("stop", range(1, 121))
 def test_killed_at_any_operation_of_the_store(stop, local, tmp_path, whole):

@@ -408,6 +408,7 @@ def fully_sharded(run, until):
     return found, updates
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_what_ranks_share_is_saved_and_resumed(before, after, two, three, undisturbed, tmp_path):
     expected, updates = undisturbed[1]

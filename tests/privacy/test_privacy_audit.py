@@ -165,7 +165,7 @@ NOTHING = {  # epsilon 0: scores that do not depend on who is inside
 }
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 12)
 @pytest.mark.parametrize("name", NOTHING)
 def test_confidence_if_nothing_leaks(name):
     draw, score, canaries = NOTHING[name]

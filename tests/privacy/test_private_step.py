@@ -43,7 +43,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("microbatch", [None, 1, 3, 7])
 def test_update_identity(kind, microbatch):

@@ -88,17 +88,6 @@ def no_word_of_failure():
         yield
 
 
-@pytest.fixture(params=["interpreted", pytest.param("inductor", marks=pytest.mark.slow)])
-def backend(request):
-    """Code of a traced update: the graph run node by node, or compiled by Inductor, which takes seconds.
-
-    For tests of tracing, guards and warnings, which are the same for both. Tests without this fixture use Inductor.
-    """
-    if request.param == "interpreted":
-        request.getfixturevalue("interpreted")
-    return request.param
-
-
 any_backend = pytest.mark.usefixtures("backend")
 
 
@@ -232,7 +221,8 @@ def tiny():
     return nn.Linear(5, 3).double()
 
 
-@pytest.mark.parametrize("name", ["adam", "nesterov"])  # scalars that depend on the step count, or not
+# Scalars that depend on the step count, or not. The next test uses nesterov, too.
+@pytest.mark.parametrize("name", ["adam", pytest.param("nesterov", marks=pytest.mark.slow)])
 def test_run_makes_many_updates_at_once(name):
     pair = Pair(tiny, OPTIMIZERS[name], samples=1)
     plain, quick = pair.run([data(70), data(3), data(41)], way="run")
@@ -403,6 +393,7 @@ def test_breaking_out_leaves_the_rest_for_the_next_call(going):
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
+@any_backend
 def test_save_in_the_middle_and_resume_compiled_bit_for_bit_or_uncompiled():
     def run(first, second, compile_later=True):
         model = net(dropout=0.2)
@@ -598,6 +589,7 @@ def test_an_exception_in_the_loss_leaves_everything_as_it_was():
     assert str(before[1]) == str(optimizer.state_dict())
 
 
+@any_backend
 def test_what_is_not_finite_is_told_of_before_anything_is_changed():
     x, y = data(12)
     x[8, 0] = math.nan

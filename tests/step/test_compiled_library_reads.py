@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from test_compiled import any_backend, backend, losses_of  # noqa: F401
+from test_compiled import any_backend, losses_of
 from test_compiled_reads import assert_same, scaled
 from torch import nn
 
@@ -264,7 +264,7 @@ def settings():
     __builtins__.pop("READS_SCALE", None)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 3)
 @any_backend
 @pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)

@@ -131,7 +131,7 @@ OPTIONS = {
 CHANGES = (nothing, closure, transforms, max_grad_norm, samples, frozen, microbatch, equal_transforms, other_function)
 
 
-@pytest.mark.sweep(1 / 7)
+@pytest.mark.sweep(1 / 20)
 @pytest.mark.filterwarnings("ignore::samplewise.errors.TrainingWarning")
 @pytest.mark.parametrize("case", [(change, name) for change in CHANGES for name in OPTIONS])
 def test_the_same_updates_are_compiled(case):

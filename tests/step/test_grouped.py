@@ -183,7 +183,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("loss_fn", [squared, counted])
 @pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
 @pytest.mark.parametrize(("transforms", "of_samples", "of_groups"), CASES.values(), ids=CASES)

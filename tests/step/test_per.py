@@ -236,6 +236,7 @@ def per_row(model, batch, k):
 
 @pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("unit", ["sample", "constant"])
+@pytest.mark.usefixtures("backend")
 def test_compiled_updates(unit):
     data = sequences()
     models = []

@@ -545,6 +545,7 @@ class Fails(Counted):
 ERRORS = [ValueError("broken file"), OSError("no such row"), KeyError("label"), AssertionError("no label")]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 @pytest.mark.parametrize("recheck", [None, 3])
 @pytest.mark.parametrize("call", [1, 2, 3])

@@ -221,7 +221,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("loss_fn", [squared, counted])
 @pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
 @pytest.mark.parametrize(("transforms", "rule"), CASES.values(), ids=CASES)
