@@ -187,6 +187,7 @@ def test_steps(name, compile, clip):
         close(p.detach(), before[name] - torch.tensordot(weights, rows[name], 1) / B)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(
     "name", [name for name in CASES if "parameter" not in name and "permuted" not in name and "values" not in name]
 )

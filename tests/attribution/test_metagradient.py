@@ -120,6 +120,7 @@ def finite_differences(make, loader, queries, samples, size=1e-5):
     return torch.stack(columns, 1)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("make", [mlp, cnn, transformer])
 def test_equals_finite_differences_of_retraining(make, tmp_path):
     loader, queries = data(make)

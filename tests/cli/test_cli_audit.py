@@ -6,6 +6,8 @@ import forks
 import pytest
 from recipes import command
 
+from samplewise.audit import script
+
 SCRIPT = """
 import argparse
 import torch
@@ -62,9 +64,11 @@ def test_a_right_script(run):
     assert result.stdout.startswith("trained\naudit of 4 updates: no fault found")
 
 
-def test_variations_are_compared(run):
-    result = run("train.py", "--vary", "--batch 8 --accumulate 1", "--vary", "--batch 2 --accumulate 4")
-    assert result.returncode == 1
+def test_variations_are_compared(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(script, "subprocess", forks)
+    result = command("audit", "train.py", "--vary", "--batch 8 --accumulate 1", "--vary", "--batch 2 --accumulate 4")
+    assert result.exit_code == 1
     assert "--batch 8 --accumulate 1 against --batch 2 --accumulate 4" in result.stdout
     assert "in update 1, a sample's weight differs by" in result.stdout
 

@@ -696,7 +696,7 @@ def test_hooks_that_begin_to_change_gradients(change, place, calm):
     steps.calm(1)
 
 
-@pytest.mark.sweep(1 / 5)
+@pytest.mark.sweep(1 / 10)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("change", HOOKS)
 def test_hooks_that_begin_to_change_gradients_above_probed_rows(change, place):
@@ -885,6 +885,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_change_in_each_step(name):
     steps = Steps(lambda h, step, changed: NUMBERS[name](h, step))

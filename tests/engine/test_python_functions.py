@@ -37,6 +37,7 @@ def test_on_the_way_of_the_samples(name):
     assert_as_loop(function.apply(layer(x)).square().sum(1), layer)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_the_way_of_a_weight(name):
     """The gradient that this function hands on is three times the one that an operation of that name would."""

@@ -105,6 +105,7 @@ INDEXING = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", INDEXING)
 def test_owners_read_from_indices_are_those_of_the_node(name):
     weight = nn.Parameter(torch.linspace(0.5, 1.5, 27).view(3, 3, 3))

@@ -119,6 +119,7 @@ def test_losses_can_go_backward_afterwards(name, strategy):
         torch.testing.assert_close(p.grad, mean[key], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("case", INTERACTING, ids=lambda case: case.name)
 @pytest.mark.parametrize("strategy", [None, "twice"])
 def test_after_a_refusal(case, strategy):

@@ -124,7 +124,7 @@ def test_scaled_losses_in_float32(case, scale):
     assert_agrees(g, rows, probe, names, Tolerance(1e-3, 1e-5))
 
 
-@pytest.mark.sweep(1 / 6)
+@pytest.mark.sweep(1 / 12)
 @named(INDEPENDENT)
 @pytest.mark.parametrize("loud", [0, 3])
 def test_small_gradients_beside_large_ones(case, loud):

@@ -46,7 +46,7 @@ def prepare(case, B=DEFAULT_B):
     return model, lambda: case.losses(model, inputs), rows_of(case.losses(model, inputs), wanted(model))
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 6)
 @all_cases
 def test_all_quantities_of_one_g(case):
     compare_all_quantities(case, None)
@@ -119,7 +119,7 @@ def compare_paired_dots(case, strategy=None):
     assert_same(ga.dot(gb), sum(pairs.values()), what="paired dot", terms=largest(rows.flat()) ** 2)
 
 
-@pytest.mark.sweep(1 / 6)
+@pytest.mark.sweep(1 / 12)
 @all_cases
 def test_paired_dot(case):
     compare_paired_dots(case)

@@ -371,6 +371,7 @@ def leave(worker):
     get_worker_info().dataset.left = worker + 10
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(("kind", "living_on"), [(DataLoader, False), (DataLoader, True), (StatefulDataLoader, False)])
 def test_workers_that_live_on(kind, living_on):
     options = dict(batch_size=1, num_workers=2, persistent_workers=living_on, worker_init_fn=leave)
@@ -396,6 +397,7 @@ class Later(Samples):
         return i, self.epoch
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_workers_that_live_on_know_the_epoch(kind):
     resumable = ResumableLoader(kind(Later(), batch_size=SAMPLES, num_workers=1, persistent_workers=True), seed=7)
@@ -593,6 +595,7 @@ def test_another_kind_of_loader(begun, resumed):
         next(other.epoch(0))
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_number_of_workers(workers):
     resumable = ResumableLoader(StatefulDataLoader(Samples(), batch_size=2, num_workers=1), seed=7)

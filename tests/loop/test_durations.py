@@ -51,7 +51,7 @@ def test_samples(tmp_path, every):
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["log_every"] == f"{every}samples"
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("every", ["25samples", "4up"])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 8])
 def test_a_resumed_run_continues_the_interval(tmp_path, every, stop):

@@ -30,6 +30,7 @@ class Raising:
         setattr(self, event, boom)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(
     "event", ["on_fit_start", "on_epoch_start", "on_update", "on_log", "on_epoch_end", "on_fit_end"]
 )

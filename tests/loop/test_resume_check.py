@@ -246,6 +246,7 @@ def as_dict(samples):
     return {0: x, 1: y}
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -320,7 +320,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 15)
 @pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("samples", [10, None, 30])
 @pytest.mark.parametrize("where", [1, 2, 3, 4, 5])  # inside the first and the second epoch

@@ -38,7 +38,7 @@ def build(compile=False, noisy=False, scheduler=False):
     return Online(step)
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("where", [0, 1, 100, 256])
 @pytest.mark.parametrize("kind", ["growing", "noisy"])
 def test_a_resumed_stream_gives_bit_identical_results(where, kind, tmp_path):

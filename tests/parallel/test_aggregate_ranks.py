@@ -41,7 +41,7 @@ def test_two_ranks(two, unit, split, transforms):
     compare(two, unit, transforms=transforms, **split)
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 16)
 @pytest.mark.parametrize("transforms", ["drop a quantile", "group and clip", "align", "clip by parameter"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("unit", ["sample", "group"])

@@ -111,6 +111,7 @@ def alone(tmp_path_factory):
     return run, fitted(run)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("team", ["two", "three"])
 def test_ranks_do_what_one_process_does(team, request, alone, tmp_path):
     run, (expected, reason, metrics, counters) = alone
@@ -607,6 +608,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("where", FAILURES)
 def test_an_error_of_one_rank_ends_all_with_its_message(where, two, tmp_path):
     other, own = two.errors(failing, tmp_path / "run", where)

@@ -167,6 +167,7 @@ def test_pld_calibration_keeps_the_target(seed):
     assert_calibrated(*random_point(seed, 0.01, 8.0), "pld")
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(
     ("target", "rate", "updates"),

@@ -194,7 +194,7 @@ MECHANISMS = {
 }
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_confidence_with_a_known_epsilon(name):
     score, epsilon, canaries = MECHANISMS[name]

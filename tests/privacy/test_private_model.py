@@ -228,7 +228,7 @@ NOT_COPIED = (FrozenLarge, FrozenLargeThroughData, LargeBuffer)
 
 
 @pytest.mark.parametrize(("kind", "message"), MODELS.items(), ids=lambda part: getattr(part, "__name__", ""))
-@pytest.mark.parametrize("microbatch", [None, 3])
+@pytest.mark.parametrize("microbatch", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_models_that_store_samples(kind, message, microbatch):
     model = kind()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}

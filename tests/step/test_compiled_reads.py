@@ -937,7 +937,7 @@ def assert_same(make, reason):
         assert re.search(reason, problems[0]), problems[0]
 
 
-@pytest.mark.sweep(1 / 16)
+@pytest.mark.sweep(1 / 32)
 @any_backend
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_value_that_the_loss_function_reads_changes(make):

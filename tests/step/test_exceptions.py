@@ -307,6 +307,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @drivers
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_in_a_transform(drive, place):

@@ -218,6 +218,7 @@ KEYS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("shape", [(13, None, None), (4, 7, 2)], ids=str)
 def test_keys_of_any_kind(key, shape):

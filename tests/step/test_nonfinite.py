@@ -408,6 +408,7 @@ def counted(model, batch):
     return squares(model, batch) * counts, counts
 
 
+@pytest.mark.sweep(1 / 3)
 @numbers
 @pytest.mark.parametrize("transforms", [(), CHAINS["clip"], CHAINS["window"]], ids=["plain", "clip", "window"])
 def test_counts_that_sum_to_zero(transforms, numbers):

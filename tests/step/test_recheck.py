@@ -114,6 +114,7 @@ LABELS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("samples", [6, 7, 20])
 @pytest.mark.parametrize("change", LABELS.values(), ids=LABELS)
 def test_labels_of_other_samples_are_noticed_with_any_data(change, samples):

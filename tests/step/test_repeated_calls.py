@@ -340,7 +340,7 @@ def trained(make, windows, transforms, **options):
     return flat(model.parameters()).detach()
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("recheck", [False, None])
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
 def test_a_window_in_two_passes(make, recheck):
