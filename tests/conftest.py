@@ -84,6 +84,17 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs, threads: lambda flat: graph(*flat))
 
 
+@pytest.fixture(params=["interpreted", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request):
+    """Code of a traced update: the graph run node by node, or compiled by Inductor, which takes seconds.
+
+    For tests of tracing, guards and warnings, which are the same for both. Tests without this fixture use Inductor.
+    """
+    if request.param == "interpreted":
+        request.getfixturevalue("interpreted")
+    return request.param
+
+
 # ------------------------------------------------------------------------------------------- distribution over workers
 
 # Tests of these files share what is expensive to set up: teams of ranks, a process with a simulated device, compiled

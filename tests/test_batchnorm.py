@@ -137,6 +137,7 @@ def test_layers_without_running_statistics_are_refused_and_nothing_is_changed():
 
 @pytest.mark.sweep(2 / 3)
 @pytest.mark.parametrize("options", [dict(), dict(compile=True), dict(microbatch=3)], ids=str)
+@pytest.mark.usefixtures("backend")
 def test_training_with_frozen_layers(options):
     """As with layers put in eval mode by hand; weight and bias are trained, without a warning."""
     model, twin = sw.freeze_batchnorm(net()), net()

@@ -107,6 +107,7 @@ def test_every_criterion_is_here():
     assert {type(criterion) for criterion, _, _ in CASES.values()} == set(CRITERIA)
 
 
+@pytest.mark.sweep(1 / 4)
 @every_case
 @pytest.mark.parametrize(("batch", "microbatch"), [(N, None), (N, 1), (N, 3), (2, None), (4, 3)])
 def test_any_cut_is_the_criterion_on_the_whole(case, batch, microbatch):

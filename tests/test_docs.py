@@ -25,6 +25,7 @@ import samplewise.errors
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG_DOCUMENTS = ("export.md",)  # tests/export has the same exports
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 MIGRATION = sorted((ROOT / "docs" / "migration").glob("*.md"))  # benchmarks/migration.py runs their code
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -56,7 +57,11 @@ def _blocks(text: str):
             yield text.count("\n", 0, opening.end()) + 1, text[opening.end() + 1 : closing.start()]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.name in LONG_DOCUMENTS else ()) for path in DOCUMENTS],
+    ids=lambda path: path.name,
+)
 def test_code_blocks_run_in_order_without_a_warning(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": path.stem}
@@ -107,7 +112,11 @@ def test_a_notebook_is_up_to_date(path):
     assert path.read_text(encoding="utf-8") == NOTEBOOKS[path], f"{path.name} must contain its page: run `make docs`"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.name == "gpu-report.ipynb" else ()) for path in NOTEBOOKS],
+    ids=lambda path: path.name,
+)
 @pytest.mark.filterwarnings("ignore:Proactor event loop does not implement:RuntimeWarning")  # zmq on Windows
 def test_a_notebook_runs_outside_of_the_repository(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))

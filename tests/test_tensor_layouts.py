@@ -137,6 +137,7 @@ def flat(rows):
     return torch.cat([row.reshape(len(row), -1) for row in rows.values()], 1)
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_quantity(name, strategy):
@@ -186,6 +187,7 @@ def test_steps(name, compile, clip):
         close(p.detach(), before[name] - torch.tensordot(weights, rows[name], 1) / B)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(
     "name", [name for name in CASES if "parameter" not in name and "permuted" not in name and "values" not in name]
 )

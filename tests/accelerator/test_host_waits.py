@@ -92,12 +92,14 @@ def places(found):
     return {(kind, place.partition(":")[0] + " " + place.partition(" ")[2]): n for (kind, place), n in found.items()}
 
 
+@pytest.mark.sweep(1 / 2)
 @transforms
 def test_updates_that_the_device_may_skip_wait_for_nothing(name):
     step = make_step(TRANSFORMS[name](), samples=8, microbatch=4, on_nonfinite="skip")
     assert waits_of(step) == {}
 
 
+@pytest.mark.sweep(1 / 3)
 @transforms
 def test_other_updates_wait_once(name):
     chain = [sw.weight(torch.rand(4))] if name == "weight by position" else TRANSFORMS[name]()  # windows of 4 samples
@@ -289,7 +291,7 @@ def error_of(make, device, fused, options):
     return type(found.value), str(found.value)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_values_raise_the_errors_of_the_cpu(name, fused):
     make, options = WRONG[name]
@@ -372,6 +374,7 @@ def test_an_index_outside_of_the_weights_is_not_ignored():
     assert all(p.isnan().all().cpu() for p in step.model.parameters())
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("chain", [[], [sw.clip(0.5)], [sw.drop(largest=1)]], ids=str)
 def test_skipped_updates_leave_no_trace(fused, chain):

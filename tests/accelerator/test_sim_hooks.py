@@ -4,10 +4,10 @@ import pytest
 import sim_device as sim
 from nonlinear_hooks import assert_right_or_refused
 
-MANY = 10  # cases of one test
+MANY = 4  # cases of one test
 
 
-@pytest.mark.sweep(1 / 40)
+@pytest.mark.sweep(1 / 100)
 @pytest.mark.filterwarnings("ignore::samplewise.errors.SamplesMayInteractWarning")  # of shuffled samples that are mixed
 @pytest.mark.parametrize("first", range(1000, 1400, MANY))
 def test_right_or_refused(first):

@@ -150,6 +150,7 @@ def test_rounding_of_tf32_is_no_interaction_of_samples(monkeypatch):
             update()
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_rounding_of_half_precision_is_no_interaction_of_samples(precision):
     """Sums in another order change some roundings, and through them the gradients of a ResNet by up to a tenth."""

@@ -94,6 +94,7 @@ def fused_run(run, device, **fit):
     return weights(model), columns, vars(step.counters), scheduler.get_last_lr()
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("fit", [dict(epochs=2), dict(updates=1), dict(updates=5)], ids=str)
 def test_updates_that_the_device_skips_are_those_of_the_cpu(tmp_path, fit):
     """The last update of an epoch, or the one that would be the last of the fit, is skipped."""

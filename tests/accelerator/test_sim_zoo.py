@@ -32,7 +32,7 @@ def check(name, precision):
     assert result.outcome == (REFUSED if case.interacts else RIGHT), result.reason
 
 
-@pytest.mark.sweep(1 / 69)
+@pytest.mark.sweep(1 / 138)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_right(name):
     check(name, FP64)

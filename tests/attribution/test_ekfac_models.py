@@ -135,6 +135,7 @@ def test_layers_equal_explicit_matrices(case):
             torch.testing.assert_close(solved[name], wanted, rtol=1e-8, atol=1e-9, msg=name)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("case", CASES)
 def test_refined_scores_equal_the_exact_solution(case):
     """The models compute losses from labels in the batch, with fused attention; adapters of LoRA."""

@@ -34,6 +34,7 @@ def queries_of(store, n=30):
     ]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("options", [{}, {"cosine": True}, {"damping": 0.1}, {"cosine": True, "damping": 0.1}])
 @pytest.mark.parametrize(("models", "dtype"), [(1, "float32"), (2, "float16"), (1, "int8")])
 def test_search_of_all_lists_is_exact(faiss, tmp_path, models, dtype, options):

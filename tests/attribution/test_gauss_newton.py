@@ -109,6 +109,7 @@ MODELS = {  # model, data, loss, labels of sw.ekfac
 }
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_equal_the_exact_solution(name):
     make_model, data, loss, labels = MODELS[name]

@@ -120,6 +120,7 @@ def finite_differences(make, loader, queries, samples, size=1e-5):
     return torch.stack(columns, 1)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("make", [mlp, cnn, transformer])
 def test_equals_finite_differences_of_retraining(make, tmp_path):
     loader, queries = data(make)
@@ -187,6 +188,7 @@ def test_clip_by_parameter_and_whole_windows_of_unequal_counts(by, tmp_path):
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize(
     ("place", "number", "left"),
     [("on_update", 4, 6), ("on_update", 7, 4), ("set_adjoint", 6, 1), ("set_adjoint", 1, 6)],

@@ -42,6 +42,7 @@ def by_formula(store, queries, cosine=False, damping=None):
     return total if cosine else total * weights
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("damping", [None, 0, 0.1, 10.0])
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize(("models", "weighted"), [(1, False), (1, True), (3, True)])
@@ -68,6 +69,7 @@ def load(path, rows, columns):
     return torch.from_numpy(matrix)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("chunk_size", [1, 3, 64, 4096])
 @pytest.mark.parametrize("k", [1, 5, 63, 200, 300])
 def test_top_k_by_blocks_equals_a_full_sort(tmp_path, k, chunk_size):

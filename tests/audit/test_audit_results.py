@@ -229,6 +229,7 @@ def test_transforms_in_sw_backward():
     assert audit.ok and audit.sums == pytest.approx([1] * 5, abs=1e-6)
 
 
+@pytest.mark.usefixtures("backend")
 def test_step_reports_the_weights_of_its_samples():
     task = Task()
     step = sw.Step(task.model, task.optimizer, nn.CrossEntropyLoss(), samples=1, compile=True)

@@ -633,6 +633,7 @@ def test_a_killed_command_leaves_the_old_results(run):
     assert scores(run / "attribution")[0] == [1]
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize(
     ("options", "settings"),
     [((), {}), (("--samples", 7, "--microbatch", 3, "--clip", 0.5), {"samples": 7, "microbatch": 3, "clip": 0.5})],

@@ -4,6 +4,9 @@ import sys
 
 import forks
 import pytest
+from recipes import command
+
+from samplewise.audit import script
 
 SCRIPT = """
 import argparse
@@ -61,9 +64,11 @@ def test_a_right_script(run):
     assert result.stdout.startswith("trained\naudit of 4 updates: no fault found")
 
 
-def test_variations_are_compared(run):
-    result = run("train.py", "--vary", "--batch 8 --accumulate 1", "--vary", "--batch 2 --accumulate 4")
-    assert result.returncode == 1
+def test_variations_are_compared(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(script, "subprocess", forks)
+    result = command("audit", "train.py", "--vary", "--batch 8 --accumulate 1", "--vary", "--batch 2 --accumulate 4")
+    assert result.exit_code == 1
     assert "--batch 8 --accumulate 1 against --batch 2 --accumulate 4" in result.stdout
     assert "in update 1, a sample's weight differs by" in result.stdout
 
@@ -84,7 +89,8 @@ def test_a_script_that_fails(run):
         (["train.py", "--allow", "eval"], "found 'eval'. Did you mean 'eval-mode'"),
     ],
 )
-def test_wrong_arguments(run, arguments, message):
-    result = run(*arguments)
-    assert result.returncode == 2
+def test_wrong_arguments(tmp_path, arguments, message):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = command("audit", *arguments)
+    assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())

@@ -7,10 +7,22 @@ import forks
 import pytest
 from recipes import command
 
+from samplewise.cli import demo
+
 MAKE, COMMAND = ["samplewise.cli.demo"], ["samplewise.cli.main", "demo"]
 
 
-@pytest.mark.parametrize("module", [pytest.param(MAKE, marks=pytest.mark.slow), COMMAND], ids=["make", "command"])
+def test_two_epochs_of_the_demo(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "EPOCHS", 2)
+    result = command("demo")
+    assert result.exit_code == 0, result.output
+    assert len(re.findall(r"^ +\d+ +\d+% +\d+% +\d+% +10%$", result.stdout, re.MULTILINE)) == 3
+    assert (tmp_path / "runs" / "demo" / "report.html").exists()
+    assert "Ledger: 2,874 visits with the columns id, epoch, update, loss, norm, " in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [MAKE, COMMAND], ids=["make", "command"])
 def test_demo(tmp_path, module):
     run = forks.run(
         [sys.executable, "-W", "error", "-m", *module], cwd=tmp_path, capture_output=True, text=True, timeout=600

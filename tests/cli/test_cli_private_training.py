@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from recipes import HEALTHY, command, one_line
 
+from samplewise.privacy import accounting
+
 PRIVATE = ("--epsilon", 8, "--delta", 1e-3, "--batch", 16, "--clip", 1.0, "--device", "cpu")
 
 
@@ -23,8 +25,14 @@ def test_private_training(recipe):
     assert not Path("runs/recipe/privacy.key").exists()
 
 
-def test_a_rate_is_a_batch_size(recipe):
-    """The recipe has 60 samples."""
+def test_a_rate_is_a_batch_size(recipe, monkeypatch):
+    """The recipe has 60 samples. With the accountant of RDP, which takes less time."""
+
+    def by_rdp(function):
+        return lambda *arguments: function(*["rdp" if value == "pld" else value for value in arguments])
+
+    for name in ("calibrate", "epsilon"):
+        monkeypatch.setattr(accounting, name, by_rdp(getattr(accounting, name)))
     plans = []
     for k, options in enumerate((("--batch", 15, "--epochs", 2), ("--sample-rate", 0.25, "--updates", 8))):
         result = command("train", recipe(HEALTHY), *PRIVATE[:4], *PRIVATE[6:], *options, "--run", f"runs/{k}")

@@ -29,6 +29,7 @@ def rows(result):
     return [(int(position), id, float(loss), float(norm), float(weight)) for position, id, loss, norm, weight in cells]
 
 
+@pytest.mark.sweep(2 / 5)
 @pytest.mark.parametrize("update", [0, 4, 14, 15, 22])
 def test_a_replay_gives_the_recorded_losses_and_norms(recipe, update):
     path = recipe(HEALTHY + GUARDED)
@@ -84,6 +85,7 @@ def callbacks():
 )
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("update", [0, 6, 9, 16])
 def test_a_replay_of_importance_sampling_draws_the_recorded_samples(recipe, update):
     path = recipe(SAMPLED)

@@ -328,6 +328,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("form", FORMS)
 def test_ledger_of_a_plain_loader(recipe, form):
     """Every sample is recorded under its index, and the training is the same as without --ledger."""

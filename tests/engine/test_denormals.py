@@ -48,7 +48,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers(name):
     make, T, dtype = RECURRENT[name]

@@ -75,6 +75,7 @@ def reached(losses, model):
     return {name: everything[name] for name in Graph(losses, everything).leaves.values()}
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("order", [1, -1])
 def test_every_size(name, order):

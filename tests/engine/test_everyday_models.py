@@ -43,7 +43,7 @@ def assert_step_as_loop(model, step, **options):
     model.zero_grad()
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("sizes", [SMALL, EQUAL], ids=["small", "equal sizes"])
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_each_step_is_exact(name, sizes):

@@ -253,7 +253,7 @@ CHANGES = {
 HARMLESS = {"doubled": lambda g: 2 * g, "unchanged": lambda g: g * 1.0}
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ACTING)
@@ -287,6 +287,7 @@ def test_linear_hooks_are_part_of_the_gradient(way, change):
         assert_as_loop(losses_of(model, ACTING[way](HARMLESS[change]), step), model, create_graph=True)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("number", [2, 3, 5])
 @pytest.mark.parametrize("change", CHANGES)
 def test_hooks_that_act_in_some_calls_only(change, number):

@@ -43,6 +43,7 @@ def losses_of(net, hook=None, place="activation"):
 PLACES = ["activation", "node", "after a node"]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("known", [0, 1, 3])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("hook", MIXING)

@@ -16,7 +16,7 @@ from samplewise.testing.case import Net, noise
 from samplewise.testing.oracle import wanted
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("B", [2, 7])
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_proofs_hold(case, B):

@@ -64,6 +64,7 @@ def assert_no_rows(kind, question, strategy):
     assert seen.elements < SAMPLES * largest / 3, f"{seen.elements} elements, rows would have {SAMPLES * largest}"
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("strategy", ["fused", "twice"])
 @pytest.mark.parametrize("kind", ["linear", "sequence", "convolution", "embedding"])
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -367,6 +367,7 @@ def test_claims_hold_in_every_layout(name):
     assert_claims_hold(name, product(range(3), range(4)))
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_claims_of_elementwise_operations_hold(name):
     assert_claims_hold(name, [(0, 0), (1, 1), (2, 0)])

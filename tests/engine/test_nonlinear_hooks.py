@@ -10,7 +10,7 @@ SEEDS = 600
 MANY = 20  # cases of one test
 
 
-@pytest.mark.sweep(1 / 10)
+@pytest.mark.sweep(1 / 20)
 @pytest.mark.filterwarnings("ignore::samplewise.errors.SamplesMayInteractWarning")  # of shuffled samples that are mixed
 @pytest.mark.parametrize("first", range(0, SEEDS, MANY))
 @pytest.mark.parametrize("deterministic", [True, False])

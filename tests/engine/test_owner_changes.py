@@ -330,7 +330,7 @@ MOVES = {
 }
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 16)
 @pasts
 @pytest.mark.parametrize("move", MOVES)
 def test_rows_begin_to_belong_to_other_samples(move, past):
@@ -344,6 +344,7 @@ def test_rows_begin_to_belong_to_other_samples(move, past):
     steps.calm(1, strategy=strategy)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("move", MOVES)
 def test_another_owner_in_every_step(move):
     steps = Steps(MOVES[move])
@@ -495,7 +496,7 @@ MIXTURES = {
 FAINT = [name for name in MIXTURES if "1e-20" in name]  # below the rounding error: right without being noticed
 
 
-@pytest.mark.sweep(1 / 10)
+@pytest.mark.sweep(1 / 20)
 @pasts
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_samples_begin_to_mix(mixture, past):
@@ -676,7 +677,7 @@ class Counted:
         return self.change(g) if self.active else 2 * g
 
 
-@pytest.mark.sweep(1 / 12)
+@pytest.mark.sweep(1 / 24)
 @pytest.mark.parametrize("calm", [6, 1, 17, 40])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("change", HOOKS)
@@ -695,7 +696,7 @@ def test_hooks_that_begin_to_change_gradients(change, place, calm):
     steps.calm(1)
 
 
-@pytest.mark.sweep(1 / 5)
+@pytest.mark.sweep(1 / 10)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("change", HOOKS)
 def test_hooks_that_begin_to_change_gradients_above_probed_rows(change, place):
@@ -884,6 +885,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_change_in_each_step(name):
     steps = Steps(lambda h, step, changed: NUMBERS[name](h, step))
@@ -964,7 +966,7 @@ def test_random_programs_whose_rows_begin_to_move(seed):
     steps.calm(2)
 
 
-@pytest.mark.sweep(1 / 25)
+@pytest.mark.sweep(1 / 50)
 @pytest.mark.parametrize("seed", range(200))
 def test_random_programs_whose_samples_begin_to_mix(seed):
     steps = random_steps(seed, MOVES | MIXTURES)

@@ -28,6 +28,7 @@ def named(name, forward, backward):
     )
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_the_way_of_the_samples(name):
     """Rows are rolled in the backward pass of f = roll: each sample's gradient is another row's."""
@@ -36,6 +37,7 @@ def test_on_the_way_of_the_samples(name):
     assert_as_loop(function.apply(layer(x)).square().sum(1), layer)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_the_way_of_a_weight(name):
     """The gradient that this function hands on is three times the one that an operation of that name would."""
@@ -44,6 +46,7 @@ def test_on_the_way_of_a_weight(name):
     assert_as_loop((x @ function.apply(weight)).square().sum(1), {"weight": weight})
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_parameter_first(name):
     """f(p, h) = p h with a gradient of its own, and nothing saved under the names of an ATen node."""

@@ -34,6 +34,7 @@ def assert_derived(losses, model):
     assert_as_loop(losses, model)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("samples", [2, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_experts_with_tokens_of_few_samples(samples, tokens):
@@ -104,6 +105,7 @@ INDEXING = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", INDEXING)
 def test_owners_read_from_indices_are_those_of_the_node(name):
     weight = nn.Parameter(torch.linspace(0.5, 1.5, 27).view(3, 3, 3))

@@ -85,7 +85,7 @@ def started(case, with_grad=True):
     return model, losses, Snapshot(model, losses, *[x for x in inputs if x.is_floating_point()])
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("strategy", [None, "twice", "full", "reference"])
 @pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -95,7 +95,7 @@ def test_after_every_question(name, strategy, question):
     before.assert_unchanged()
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
 def test_norms_and_sum_of_every_animal_then_an_ordinary_backward(case):
     model, losses, before = started(case, with_grad=False)
@@ -119,6 +119,7 @@ def test_losses_can_go_backward_afterwards(name, strategy):
         torch.testing.assert_close(p.grad, mean[key], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("case", INTERACTING, ids=lambda case: case.name)
 @pytest.mark.parametrize("strategy", [None, "twice"])
 def test_after_a_refusal(case, strategy):

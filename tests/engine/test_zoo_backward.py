@@ -9,7 +9,7 @@ import samplewise as sw
 C = 0.3
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 16)
 @pytest.mark.filterwarnings("ignore:modules are in eval mode")  # by intention
 @pytest.mark.parametrize("scalar", [False, True], ids=["losses", "outputs"])
 @pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)

@@ -11,7 +11,7 @@ from samplewise.testing.oracle import rows_of, wanted
 each = pytest.mark.parametrize("case", INTERACTING, ids=lambda case: case.name)
 
 
-@pytest.mark.sweep(2 / 3)
+@pytest.mark.sweep(1 / 3)
 @each
 @pytest.mark.parametrize("strategy", [None, "twice", "full"])
 @pytest.mark.parametrize("ask", ["norms", "sum", "full"])
@@ -21,6 +21,7 @@ def test_refused(case, strategy, ask):
         getattr(sw.gradients(case.losses(model, inputs), model, strategy=strategy), ask)()
 
 
+@pytest.mark.sweep(1 / 3)
 @each
 @pytest.mark.parametrize("B", [2, 64])
 def test_refused_at_other_sizes(case, B):
@@ -37,7 +38,7 @@ def test_refused_in_float32(case):
         sw.gradients(case.losses(model, inputs), model).norms()
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @each
 @pytest.mark.parametrize("strategy", [None, "twice", "full", "reference"])
 def test_rows_are_exact_when_allowed(case, strategy):

@@ -46,6 +46,7 @@ def prepare(case, B=DEFAULT_B):
     return model, lambda: case.losses(model, inputs), rows_of(case.losses(model, inputs), wanted(model))
 
 
+@pytest.mark.sweep(1 / 6)
 @all_cases
 def test_all_quantities_of_one_g(case):
     compare_all_quantities(case, None)
@@ -71,6 +72,7 @@ def compare_all_quantities(case, strategy):
     prepared.compare(strategy=strategy)
 
 
+@pytest.mark.sweep(1 / 3)
 @all_cases
 def test_a_quantity_asked_alone(case):
     """Each case with one of the quantities; test_every_quantity_asked_alone has all of them."""
@@ -79,7 +81,7 @@ def test_a_quantity_asked_alone(case):
     assert_agrees(sw.gradients(losses(), model), rows, probe_for(wanted(model), len(rows)), [name])
 
 
-@pytest.mark.sweep(1 / 5)
+@pytest.mark.sweep(1 / 10)
 @pytest.mark.parametrize("case", HANDFUL, ids=lambda case: case.name)
 @pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
 @pytest.mark.parametrize("name", QUANTITIES)
@@ -117,7 +119,7 @@ def compare_paired_dots(case, strategy=None):
     assert_same(ga.dot(gb), sum(pairs.values()), what="paired dot", terms=largest(rows.flat()) ** 2)
 
 
-@pytest.mark.sweep(1 / 6)
+@pytest.mark.sweep(1 / 12)
 @all_cases
 def test_paired_dot(case):
     compare_paired_dots(case)

@@ -42,7 +42,7 @@ def compare_slopes(case, strategy=None, asked=ASKED):
             assert_same(found, expected, SECOND_ORDER, f"slope of {name}")
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("case", TWICE_DIFFERENTIABLE, ids=lambda case: case.name)
 def test_slopes_of_quantities(case):
     compare_slopes(case)

@@ -3,18 +3,21 @@
 import copy
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
-from samplewise.export import executorch, simplify
+from samplewise.export import executorch, simplify, verification
 
 # executorch imports torchao, which warns about its own use of torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,6 +59,14 @@ def _executorch():
         executorch.require()
     except ImportError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    """Verify in a fork of a process that has imported torch. The file of the fixture `exported` is made before, and
+    verified in a new process.
+    """
+    monkeypatch.setattr(verification, "subprocess", forks)
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +150,17 @@ def test_the_summary_states_what_a_device_needs(exported, capsys):
 
 
 def test_an_export_changes_neither_model_nor_optimizer(exported, tmp_path, capsys):
-    step = classifier(lambda p: torch.optim.AdamW(p, lr=0.01))
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)  # its parameters are "weight" and "bias"; an update also has an output "weight"
+    step = sw.Step(model, torch.optim.AdamW(model.parameters(), lr=0.01), nn.CrossEntropyLoss(), samples=1)
     x, y = stream(1)
     before = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict(), step.counters))
     random = torch.get_rng_state()
     grads = [p.grad for p in step.model.parameters()]
     result = sw.export_update(step, tmp_path / "update.pte", (x, y), predict=False)
     assert repr(result) in capsys.readouterr().out
+    assert list(result.state)[:2] == ["weight", "bias"]
+    assert 0 < result.deviation.parameters < 1e-5
     after = step.model.state_dict(), step.optimizer.state_dict(), step.counters
     assert str(after) == str(before)
     assert torch.equal(torch.get_rng_state(), random)
@@ -155,6 +170,7 @@ def test_an_export_changes_neither_model_nor_optimizer(exported, tmp_path, capsy
         sw.load_update(tmp_path / "update.pte").predict(x)
 
 
+@pytest.mark.slow  # the test above has such names, too
 def test_parameters_may_have_the_names_of_outputs(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(6, 3)  # its parameters are "weight" and "bias"; an update also has an output "weight"
@@ -165,6 +181,47 @@ def test_parameters_may_have_the_names_of_outputs(tmp_path):
     assert 0 < summary.deviation.parameters < 1e-5
 
 
+@pytest.fixture
+def another_file(exported, monkeypatch):
+    """Write a copy of the file of `exported` in place of a new one: conversion takes seconds."""
+    path, summary, _ = exported
+
+    def write(program, to):
+        shutil.copy(path, to)
+        return SimpleNamespace(constant=0, mutable=0, scratch=0), summary.operators
+
+    monkeypatch.setattr(executorch, "write", write)
+
+
+@pytest.mark.usefixtures("another_file")
+@pytest.mark.parametrize(
+    ("transforms", "factor", "message"),
+    [
+        ([sw.clip(0.1)], 1.0, "must equal uncompiled ones; found that weight differs by"),
+        ([], torch.nan, "cannot be verified: .* non-finite loss or gradient after 0"),
+    ],
+    ids=["differs", "not finite"],
+)
+def test_a_file_that_cannot_be_verified_is_not_written(exported, tmp_path, transforms, factor, message):
+    path = tmp_path / "update.pte"
+    path.write_bytes(b"the file of before")
+    step = copy.deepcopy(exported[2])
+    step.transforms = transforms
+    x, y = stream(1)
+    with pytest.raises(sw.ExportError, match=message):
+        sw.export_update(step, path, (factor * x, y))
+    assert path.read_bytes() == b"the file of before"
+    assert [file.name for file in tmp_path.iterdir()] == ["update.pte"]
+
+
+@pytest.mark.usefixtures("another_file")
+def test_a_file_of_another_state_is_not_written(tmp_path):
+    with pytest.raises(sw.ExportError, match=r"must begin with the state of the step; found another 0\.weight"):
+        sw.export_update(classifier(), tmp_path / "update.pte", stream(1))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
     def wrong(graph, *, scaled_sums):
         simplify.simplify(graph, scaled_sums=scaled_sums)
@@ -271,7 +328,11 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+# test_a_file_that_cannot_be_verified_is_not_written: the last one without converting a program.
+*QUICK, LAST = REFUSALS
+
+
+@pytest.mark.parametrize("name", [*QUICK, pytest.param(LAST, marks=pytest.mark.slow)])
 def test_refusals(name, tmp_path):
     case, message = REFUSALS[name]
     case = dict(case)

@@ -1,6 +1,7 @@
 """The graph of an exported update against loops written by hand, in float64, before and after simplification."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -182,14 +183,23 @@ def compare(name, optimizer="momentum", clip=0.5, samples=1, simplified=True, up
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("simplified", [False, True], ids=["traced", "simplified"])
+@pytest.mark.parametrize(
+    "simplified",
+    [pytest.param(False, id="traced", marks=pytest.mark.slow), pytest.param(True, id="simplified")],
+)
 def test_updates_of_models_equal_a_loop(name, simplified):
     compare(name, simplified=simplified)
 
 
+@functools.cache
+def compared(optimizer):
+    """Result of `compare` for a small network; programs change no state."""
+    return compare("mlp", optimizer)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_updates_of_optimizers_equal_a_loop(optimizer):
-    compare("mlp", optimizer)
+    compared(optimizer)
 
 
 def test_updates_without_transforms_equal_a_loop():
@@ -209,7 +219,7 @@ def test_max_grad_norm_equals_a_loop():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e200], ids=["nan", "inf", "overflow"])
 def test_an_update_that_is_not_finite_changes_nothing(optimizer, value):
-    _, program, state = compare("mlp", optimizer)
+    _, program, state = compared(optimizer)
     x, y = torch.randn(1, 5), torch.tensor([1])
     x[0, 2] = value
     _, _, _, *after = program.update(state, [], x, y, torch.tensor(LR))

@@ -18,7 +18,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.sweep(2 / 5)
+@pytest.mark.sweep(1 / 5)
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_samples_are_found(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

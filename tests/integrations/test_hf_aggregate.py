@@ -71,6 +71,7 @@ def close(a, b):
     assert (a - b).norm() <= 2e-6 * b.norm()
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("bound", [torch.inf, 0.3])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("unit", UNITS)

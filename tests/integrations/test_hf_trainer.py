@@ -106,6 +106,7 @@ def test_recording_leaves_training_bit_identical(made, data, accumulate, tmp_pat
 # --- accumulation ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("task", ["bert", "llama", *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS)])
 def test_accumulation_does_not_change_the_update(task, clipped, tmp_path):

@@ -101,6 +101,7 @@ def assert_equals_the_loop(make, data, directory, batch=2, **options):
     return trainer
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("task", TASKS)
 def test_parameters_equal_those_of_a_loop_over_samples(task, tmp_path):
     make, data = TASKS[task]

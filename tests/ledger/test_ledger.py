@@ -118,6 +118,7 @@ def assert_same(found, expected):
         assert found[name] == (values if exact else pytest.approx(values, rel=2e-4, abs=1e-6, nan_ok=True)), name
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("microbatch", [None, 3, "auto"])
 @pytest.mark.parametrize("batch_size", [4, 8, N])
 @pytest.mark.parametrize("samples", [1, 5, 10])

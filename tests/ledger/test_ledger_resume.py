@@ -47,6 +47,7 @@ def test_every_sample_once_an_epoch(whole):
     assert "margin" in rows
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("last", [0, 4, 7, 11])
 def test_resumed_after_a_stop(whole, tmp_path, last):
     trainer(tmp_path, [At(last, lambda t: t.stop("enough"))]).fit(loader(), epochs=EPOCHS)
@@ -55,6 +56,7 @@ def test_resumed_after_a_stop(whole, tmp_path, last):
     assert sw.read_ledger(tmp_path).equals(whole)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("last", [1, 4, 7, 11])
 def test_resumed_after_an_error(whole, tmp_path, last):
     with pytest.raises(RuntimeError, match="boom"):
@@ -110,6 +112,7 @@ def test_resumed_in_the_middle_of_a_window(whole, tmp_path):
     assert sw.read_ledger(tmp_path).equals(whole)
 
 
+@pytest.mark.slow  # test_resumed_after_an_error: the same without processes
 @pytest.mark.parametrize("kills", [[3], pytest.param([2, 5], marks=pytest.mark.slow)], ids=["once", "twice"])
 def test_resumed_after_a_kill(kills, whole, tmp_path):
     def start(*parts):

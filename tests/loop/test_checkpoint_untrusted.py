@@ -116,6 +116,7 @@ def test_a_directory_of_several_ranks_is_resumed_without_a_pickle(run, tmp_path)
     assert messages == [] and torch.equal(found, expected(tmp_path))
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("bomb", BOMBS)
 @pytest.mark.parametrize("name", ["state.json", "rank-0.safetensors", "rank-1.safetensors"])
 def test_a_pickle_in_place_of_a_file_of_a_directory(run, tmp_path, name, bomb):
@@ -794,6 +795,7 @@ OTHER_CONTENT = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", OTHER_CONTENT)
 @pytest.mark.parametrize("write", [io.write, write_directory])
 def test_a_checkpoint_of_other_content_is_passed_over(run, tmp_path, name, write):

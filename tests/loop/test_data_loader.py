@@ -303,8 +303,11 @@ def assert_no_epoch_is_like_another(seen):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-@pytest.mark.sweep(1 / 2)
-@pytest.mark.parametrize("epochs", [[1], [0, 1, 2]], ids=["second epoch", "all epochs"])
+@pytest.mark.sweep(1 / 4)
+@pytest.mark.parametrize(
+    "epochs",
+    [pytest.param([1], id="second epoch"), pytest.param([0, 1, 2], id="all epochs", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_from_every_place(make, epochs, tmp_path):
     seen, places = whole_run(ResumableLoader(make(), seed=7))
@@ -313,7 +316,7 @@ def test_from_every_place(make, epochs, tmp_path):
         assert_goes_on(make, saved, seen, tmp_path / "place")
 
 
-@pytest.mark.sweep(1 / 5)
+@pytest.mark.sweep(1 / 15)
 @pytest.mark.parametrize("living_on", [False, True], ids=["", "living on"])
 @pytest.mark.parametrize("name", WORKERS)
 def test_with_workers(name, living_on, tmp_path):
@@ -368,6 +371,7 @@ def leave(worker):
     get_worker_info().dataset.left = worker + 10
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(("kind", "living_on"), [(DataLoader, False), (DataLoader, True), (StatefulDataLoader, False)])
 def test_workers_that_live_on(kind, living_on):
     options = dict(batch_size=1, num_workers=2, persistent_workers=living_on, worker_init_fn=leave)
@@ -393,6 +397,7 @@ class Later(Samples):
         return i, self.epoch
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_workers_that_live_on_know_the_epoch(kind):
     resumable = ResumableLoader(kind(Later(), batch_size=SAMPLES, num_workers=1, persistent_workers=True), seed=7)
@@ -439,7 +444,7 @@ def seen(dataset, **options):
     return repr(found)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("collate", [None, collate_with_noise], ids=["default", "random"])
 @pytest.mark.parametrize("name", DETERMINISTIC)
@@ -590,6 +595,7 @@ def test_another_kind_of_loader(begun, resumed):
         next(other.epoch(0))
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_number_of_workers(workers):
     resumable = ResumableLoader(StatefulDataLoader(Samples(), batch_size=2, num_workers=1), seed=7)
@@ -771,6 +777,7 @@ def test_carried_samples_that_wait_cannot_be_saved(tmp_path):
         run.fit(IMAGES["ours"](), epochs=2)
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
 @pytest.mark.parametrize("transforms", [[], [sw.clip(1.0)]], ids=["plain", "clip"])
 @pytest.mark.parametrize("batches", [1, 2, 4])
@@ -796,6 +803,7 @@ def test_saved_in_the_middle_of_a_window(make, transforms, batches, tmp_path):
     assert part.step.counters == whole.step.counters
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
 def test_windows_that_a_transform_sees_as_a_whole(make, tmp_path):
     data, options = make(), dict(tail="carry", transforms=[sw.drop(largest=1)])

@@ -35,6 +35,7 @@ def ends(length, samples, updates):
     return [k for k in range(1, updates + 1) if any(totals[k - 1] < m <= totals[k] for m in range(0, 999, length))]
 
 
+@pytest.mark.sweep(2 / 5)
 @pytest.mark.parametrize("every", [1, 10, 25, 30, 70])
 def test_samples(tmp_path, every):
     saves = Saves()
@@ -50,6 +51,7 @@ def test_samples(tmp_path, every):
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["log_every"] == f"{every}samples"
 
 
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("every", ["25samples", "4up"])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 8])
 def test_a_resumed_run_continues_the_interval(tmp_path, every, stop):
@@ -85,6 +87,7 @@ def test_a_number_counts_updates():
     assert interval("every", 50) == Duration(50, "up")
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("stop", [None, 3, 5])
 def test_learning_rates_at_the_end_of_epochs(tmp_path, stop):
     """Epochs have three updates; the rate falls with each. A run that is stopped and resumed writes the same lines."""

@@ -30,6 +30,7 @@ class Raising:
         setattr(self, event, boom)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(
     "event", ["on_fit_start", "on_epoch_start", "on_update", "on_log", "on_epoch_end", "on_fit_end"]
 )
@@ -183,7 +184,7 @@ class Asked:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 10)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
 @pytest.mark.parametrize("call", [1, 2, 4, 6, 9])

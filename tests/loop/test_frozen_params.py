@@ -57,6 +57,7 @@ def vector(trainer):
     return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("trained", [True, False], ids=["trained parameters", "all parameters"])
 def test_the_base_is_left_out_and_the_run_goes_on_bit_for_bit(tmp_path, trained):
     """Whether or not the optimizer was given the frozen parameters, too."""

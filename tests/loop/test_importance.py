@@ -370,6 +370,7 @@ def fitted(run, every, workers, kill=-1, samples=None):
     return vector(step.model), sampler.scores, (run / "log.jsonl").read_text().count('"importance"')
 
 
+@pytest.mark.sweep(2 / 5)
 @pytest.mark.parametrize(
     ("every", "workers", "samples"),
     [("1ep", 0, None), ("1ep", 2, None), ("4up", 0, 7), ("4up", 2, None), ("2ep", 0, 3)],
@@ -428,6 +429,7 @@ def test_custom_loop_continues_inside_a_batch(every, stop):
     assert draws == whole
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("every", ["1ep", 3])
 @pytest.mark.parametrize("stop", [4, 6, 7, 9, 12, 13, 20])
 def test_custom_loop_continues_with_an_open_window(every, stop):

@@ -125,6 +125,7 @@ def test_columns_are_those_of_the_first_line(tmp_path):
 
 
 # Saved by update, the checkpoint at update 3 or 6 is older than the validation there; saved by epoch, it is newer.
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("every", ["1up", "2up", "1ep"])
 @pytest.mark.parametrize("crash", [CrashAt(2, "train"), CrashAt(3), CrashAt(5, "train"), CrashAt(6)])
 def test_files_of_a_resumed_run_equal_those_of_an_uninterrupted_run(tmp_path, every, crash):

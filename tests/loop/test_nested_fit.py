@@ -27,6 +27,7 @@ def refused(trainer):
     assert str(found.value).endswith("evaluate, predict and save may be called from callbacks.")
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("event", [event for event in EVENTS if event != "on_error"])
 def test_fit_in_a_callback(event, tmp_path):
     """Refused, and the training around it goes on as if nothing had been."""

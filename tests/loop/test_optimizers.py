@@ -81,16 +81,19 @@ def assert_resumes(tmp_path, *given, **more):
     torch.testing.assert_close(again, whole, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sweep(1 / 9)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers(tmp_path, optimizer):
     assert_resumes(tmp_path, optimizer)
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_schedulers(tmp_path, scheduler):
     assert_resumes(tmp_path, lambda p: optim.SGD(p, lr=0.01, momentum=0.9), scheduler)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(tmp_path, dtype):
     assert_resumes(tmp_path, optim.AdamW, dtype=dtype)

@@ -12,7 +12,7 @@ def cosine(optimizer):
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("samples", [None, 10, 4])
 @pytest.mark.parametrize("where", [1, 2, 3, 5])
 @pytest.mark.parametrize("another", [lambda batches: batches, lambda _: loader(shuffle=True)], ids=["same", "new"])

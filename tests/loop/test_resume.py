@@ -63,7 +63,7 @@ def test_metrics_are_evaluated_in_mid_epoch_and_at_its_end(uninterrupted):
         assert len(lines) == times and all("accuracy" in line for line in lines)
 
 
-@pytest.mark.parametrize("uninterrupted", ["plain", "stateful"], indirect=True)  # compiled code notes no samples
+@pytest.mark.parametrize("uninterrupted", [LOADERS[1], "stateful"], indirect=True)  # compiled code notes no samples
 def test_every_sample_once_an_epoch(uninterrupted):
     log, _ = uninterrupted[1]
     ids = [i for line in log if line["kind"] == "order" for i in line["ids"]]

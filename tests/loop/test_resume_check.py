@@ -157,6 +157,7 @@ def files(run):
     return {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_data_inside_an_epoch(tmp_path, change):
     before, after, found = CHANGES[change]
@@ -174,6 +175,7 @@ def test_other_data_inside_an_epoch(tmp_path, change):
     assert trainer.fit(before(), epochs=1, resume=True).reason == "1 epoch is done"  # nothing was lost
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_data_between_two_epochs(tmp_path, change):
     before, after, found = CHANGES[change]
@@ -244,6 +246,7 @@ def as_dict(samples):
     return {0: x, 1: y}
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize(
     "options",
     [

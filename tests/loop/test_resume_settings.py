@@ -210,6 +210,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("name", [None, *SCHEDULERS])
 def test_another_rate_on_resume_is_as_if_the_schedule_had_it(tmp_path, name):
     """From the update of the resume on, the rates are those of a run that was created with the new one."""

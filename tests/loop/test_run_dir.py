@@ -27,6 +27,7 @@ NEWER = "it was written by a newer one; upgrade with pip install --upgrade sampl
 OTHER = "use the version that wrote it, or start a new run directory."
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize(
     ("version", "shown", "remedy"),

@@ -89,6 +89,7 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path):
     assert make(tmp_path).fit(loader(), epochs=2, resume=True).reason == "2 epochs are done"
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("reaped", [True, False])
 def test_the_lock_of_a_killed_process_is_no_obstacle(tmp_path, reaped):
     """Also while the process is a zombie, and with workers that were forked from it."""
@@ -155,6 +156,7 @@ def test_a_process_id_that_no_system_has(tmp_path):
     assert trains(tmp_path)
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\x00", b'{"pid": 1}', b'{"pid": "x"}'])
 def test_a_damaged_lock_file_is_no_lock(tmp_path, monkeypatch, content):
     monkeypatch.setattr(directory_lock, "SETTLING", 0.2)
@@ -209,6 +211,7 @@ def test_a_live_process_elsewhere(tmp_path, hasty, monkeypatch, changes):
         heart.join()
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("changes", ELSEWHERE)
 @pytest.mark.parametrize("seconds", [0, 3600, -3600])
 def test_a_dead_process_elsewhere(tmp_path, hasty, changes, seconds):

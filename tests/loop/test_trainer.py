@@ -320,7 +320,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 15)
 @pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("samples", [10, None, 30])
 @pytest.mark.parametrize("where", [1, 2, 3, 4, 5])  # inside the first and the second epoch
@@ -559,6 +559,7 @@ def test_overfit(batches):
     assert len(losses(1, overfit_batches=99)) == 5  # no more than there are
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("where", [1, 2, 3, 4])
 def test_overfit_resumes(tmp_path, where):
     whole = make(samples=5)

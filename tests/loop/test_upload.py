@@ -114,6 +114,7 @@ def whole(tmp_path_factory):
 # --- continuing elsewhere --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_continues_on_another_machine(kind, tmp_path, whole):
     url = URL if kind == "memory" else f"file://{tmp_path}/store/run"
@@ -126,7 +127,7 @@ def test_continues_on_another_machine(kind, tmp_path, whole):
     assert not [path for path in (tmp_path / "store").rglob("*") if ".partial" in path.name or path.name == "run.lock"]
 
 
-@pytest.mark.sweep(1 / 32)
+@pytest.mark.sweep(1 / 120)
 @pytest.mark.parametrize("local", ["lost", "kept"])
 @pytest.mark.parametrize("stop", range(1, 121))
 def test_killed_at_any_operation_of_the_store(stop, local, tmp_path, whole):

@@ -131,6 +131,7 @@ def test_a_loader_that_stops_the_training(tmp_path):
     assert validations(tmp_path) == []
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("every", ["1up", "1ep"])
 @pytest.mark.parametrize("end", [2, 3, 4])
 def test_a_longer_run_is_bit_identical(tmp_path, end, every):

@@ -60,6 +60,7 @@ def stream(samples, columns=4, seed=1):
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_classifier_makes_the_updates_of_the_plain_loop(optimizer, clip):
@@ -120,6 +121,7 @@ def test_a_binary_classifier_has_one_output(criterion):
     assert online.predict_one(x[0]) is (probability > 0.5)
 
 
+@pytest.mark.usefixtures("backend")
 def test_compiled_updates_are_those_of_the_plain_loop_before_and_after_growth(monkeypatch):
     monkeypatch.setattr(CompileDelay, "STABLE", 30)
     model = net(outputs=2)
@@ -314,6 +316,7 @@ def test_rows_of_another_shape_are_refused(x):
         assert online.learn_one([1.0, 2.0, 3.0, 4.0], 0).weight == 1
 
 
+@pytest.mark.usefixtures("backend")
 def test_an_update_that_is_not_finite_is_refused_by_compiled_code_too():
     model = net()
     online = make(model, compile=True, clip=1.0)

@@ -18,6 +18,7 @@ def make(inputs, outputs, criterion=None, **settings):
     return Online(sw.Step(model, optimizer, criterion or nn.CrossEntropyLoss(), samples=1), **settings)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("metric", [metrics.Accuracy(), metrics.ROCAUC(), metrics.LogLoss()], ids=repr)
 def test_progressive_validation_of_a_classifier(metric):
     model = preprocessing.StandardScaler() | make(9, 2)
@@ -75,6 +76,7 @@ def test_pipelines_are_shown_cloned_copied_and_measured():
     assert (twin["OnlineClassifier"].samples, model["OnlineClassifier"].samples) == (51, 50)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("detector", [drift.ADWIN, drift.PageHinkley, lambda: drift.KSWIN(seed=1)])
 def test_a_detector_of_river_raises_alarms_and_is_saved(detector, tmp_path):
     online = make(3, 1, nn.MSELoss(), drift=detector())

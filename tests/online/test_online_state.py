@@ -38,6 +38,7 @@ def build(compile=False, noisy=False, scheduler=False):
     return Online(step)
 
 
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("where", [0, 1, 100, 256])
 @pytest.mark.parametrize("kind", ["growing", "noisy"])
 def test_a_resumed_stream_gives_bit_identical_results(where, kind, tmp_path):
@@ -66,6 +67,7 @@ def test_a_resumed_stream_gives_bit_identical_results(where, kind, tmp_path):
     assert_same(whole.state_dict(), second.state_dict())
 
 
+@pytest.mark.usefixtures("backend")
 def test_a_resumed_stream_compiles_the_same_updates(monkeypatch, tmp_path):
     monkeypatch.setattr(CompileDelay, "STABLE", 20)
     x, y = stream(400, columns=2)

@@ -33,7 +33,7 @@ def _run(options):
     return run(**options)
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("transforms", ["plain", "clip"])
 @pytest.mark.parametrize("split", SPLITS[:3], ids=str)
 @pytest.mark.parametrize("unit", UNITS)
@@ -41,7 +41,7 @@ def test_two_ranks(two, unit, split, transforms):
     compare(two, unit, transforms=transforms, **split)
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 16)
 @pytest.mark.parametrize("transforms", ["drop a quantile", "group and clip", "align", "clip by parameter"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("unit", ["sample", "group"])
@@ -49,7 +49,7 @@ def test_transforms_on_three_ranks(three, unit, split, transforms):
     compare(three, unit, transforms=transforms, **split)
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 18)
 @pytest.mark.parametrize("transforms", ["plain", "clip", "group and clip"])
 @pytest.mark.parametrize("how", ["fsdp", "sharded"])
 @pytest.mark.parametrize("unit", ["sample", "group", "constant"])

@@ -38,6 +38,7 @@ def train(how, same_samples=False):
     return audit.ok, audit.sums, len(weights), max(weights), [f.code for f in audit.findings], str(audit)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("how", ["DDP", "module of DDP", "all models", "fully_shard"])
 def test_weights_of_all_ranks(two, how):
     for ok, sums, rows, largest, _, text in two.run(train, how):

@@ -73,6 +73,7 @@ def whole(grad):
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("transforms", ["plain", "clip"])
 @pytest.mark.parametrize("scalar", [False, True], ids=["losses", "outputs"])
 @pytest.mark.parametrize("passes", [1, 2])

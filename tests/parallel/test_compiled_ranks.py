@@ -86,7 +86,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("options", COMPILED, ids=str)
 def test_gradients_are_compiled(two, options):
     """Also of windows in which a rank has no samples, or microbatches of several sizes."""

@@ -49,7 +49,7 @@ def test_ranks_end_after_the_group_has_released_its_tensors(two):
     assert two.run(held_until_all_came)[0] == (1, 0)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 5)
 @linux
 @pytest.mark.parametrize(
     "how",

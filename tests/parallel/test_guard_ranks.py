@@ -58,6 +58,7 @@ def quarantine(run):
     return sorted((line["update"], line["id"], line["reason"]) for line in found)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("microbatch", [None, 2])
 def test_two_ranks_are_one_process(two, tmp_path, microbatch):
     weights, state, _ = trained(tmp_path / "one", 30)

@@ -43,6 +43,7 @@ def fitted(run, every, stop=-1):
     return nn.utils.parameters_to_vector(step.model.parameters()).detach(), sampler.scores, sampler.variance_ratio
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("every", ["1ep", "3up"])
 def test_ranks_train_as_one_process(every, two, tmp_path):
     expected = fitted(tmp_path / "one", every)
@@ -50,6 +51,7 @@ def test_ranks_train_as_one_process(every, two, tmp_path):
         torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("every", ["1ep", "3up"])
 def test_ranks_resume(every, one_and_two, two, tmp_path):
     whole = two.run(fitted, tmp_path / "whole", every)

@@ -434,6 +434,7 @@ def partly_frozen(run, parallel, end, seed=0):
     return parameters(made)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_frozen_parameters_are_left_out(two, tmp_path, parallel):
     whole = two.run(partly_frozen, tmp_path / "whole", parallel, 2)

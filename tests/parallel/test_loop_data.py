@@ -142,7 +142,7 @@ def in_turn(shares):
     return [share[k] for k in range(longest) for share in shares if k < len(share)]
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_sample_once_in_the_order_of_one_process(name, size):
@@ -155,6 +155,7 @@ def test_each_sample_once_in_the_order_of_one_process(name, size):
             assert in_turn(shares) == alone
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("name", LOADERS)
 def test_rank_resumes_in_mid_epoch(name):
     whole = of(name, 1, 2)
@@ -187,6 +188,7 @@ def used(name, size, batches):
     )
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow), (2, 3)],

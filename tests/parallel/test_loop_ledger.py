@@ -75,6 +75,7 @@ def test_each_rank_writes_what_it_has_seen(two, alone, tmp_path):
     assert 0 < left.num_rows < len(alone)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_ledger_continues_with_another_number_of_ranks(before, after, two, three, alone, tmp_path):
     start = {1: lambda _, *given: recorded(*given), 2: two.run, 3: three.run}

@@ -111,6 +111,7 @@ def alone(tmp_path_factory):
     return run, fitted(run)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("team", ["two", "three"])
 def test_ranks_do_what_one_process_does(team, request, alone, tmp_path):
     run, (expected, reason, metrics, counters) = alone
@@ -408,6 +409,7 @@ def fully_sharded(run, until):
     return found, updates
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_what_ranks_share_is_saved_and_resumed(before, after, two, three, undisturbed, tmp_path):
     expected, updates = undisturbed[1]
@@ -606,6 +608,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("where", FAILURES)
 def test_an_error_of_one_rank_ends_all_with_its_message(where, two, tmp_path):
     other, own = two.errors(failing, tmp_path / "run", where)

@@ -70,6 +70,7 @@ def assert_same(found, expected):
         assert one[3] == expected[3]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("how", ["plain", "ddp", "sharded"])
 @pytest.mark.parametrize("kind", ["flat", "small"])
 def test_two_ranks_make_the_updates_of_one_process(two, kind, how):
@@ -106,6 +107,7 @@ def test_draws_are_empty_on_one_rank_and_on_both():
     assert {0, 1} <= set(sizes) and max(sizes) > 1
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("how", ["plain", "ddp"])
 @pytest.mark.parametrize("bad", [(4,), (4, 5, 6, 7), tuple(range(SAMPLES))], ids=len)
 def test_samples_that_are_not_finite(two, bad, how):
@@ -243,6 +245,7 @@ def sum_of(how, left_out=None):
     return before - flat(getattr(model, "module", model)), step.config.policy.sensitivity
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("how", ["plain", "ddp", "sharded"])
 def test_a_sample_that_cancels(two, how):
     """Added alone; with sharded parameters, where a rank cannot repeat a pass, it contributes nothing."""

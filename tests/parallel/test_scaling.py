@@ -57,6 +57,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("how", ["ddp", "plain"])
 @pytest.mark.parametrize("transforms", KINDS)
 def test_the_bytes_are_those_that_ranks_exchange(two, scaling, transforms, how):

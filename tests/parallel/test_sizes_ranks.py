@@ -47,6 +47,7 @@ def train(kind, parallel, tail, size, **options):
     return flat(step.model), found, copy.copy(step.counters.samples), step.optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("parallel", ["plain", "ddp", "fsdp"])
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("tail", ["update", "carry", "drop"])
@@ -104,6 +105,7 @@ def fit(directory, kind, epochs, stop=None):
     return flat(trainer.model), step.counters.samples, step.optimizer.param_groups[0]["lr"], step.samples
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_resume_on_two_ranks_is_bit_identical(two, kind, tmp_path):
     whole = two.run(fit, str(tmp_path / "whole"), kind, 3)

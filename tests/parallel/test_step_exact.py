@@ -16,7 +16,7 @@ def _run(options):
     return run(**options)
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("how", ["ddp", "plain"])
 @pytest.mark.parametrize("transforms", TRANSFORMS)
 def test_every_transform(two, transforms, how):
@@ -38,13 +38,14 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 12)
 @pytest.mark.parametrize(("transforms", "options"), [*product(SOME, WINDOWS)], ids=str)
 def test_windows_however_they_are_filled(three, transforms, options):
     """Also with fewer samples than ranks in a window, and with ranks that have none in the last one."""
     compare(three, transforms=transforms, **options)
 
 
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize(
     "transforms", ["plain", "clip", "drop a quantile", "clip and noise", "group and clip", "align"]
 )

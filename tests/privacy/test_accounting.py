@@ -161,12 +161,13 @@ def test_rdp_calibration_keeps_the_target(seed):
     assert_calibrated(*random_point(seed, 1e-4, 50.0), "rdp")
 
 
-@pytest.mark.sweep(1 / 12)
+@pytest.mark.sweep(1 / 24)
 @pytest.mark.parametrize("seed", range(24))
 def test_pld_calibration_keeps_the_target(seed):
     assert_calibrated(*random_point(seed, 0.01, 8.0), "pld")
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(
     ("target", "rate", "updates"),

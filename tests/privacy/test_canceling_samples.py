@@ -42,7 +42,7 @@ def attacked(attack, dtype, row=SAMPLES // 2):
 
 @pytest.mark.parametrize("dtype", SIZES, ids=str)
 @pytest.mark.parametrize("attack", ["canceling", "equal_pairs", "nearly_canceling"])
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 16)
 @pytest.mark.parametrize("name", MODELS)
 def test_leaving_out_a_canceling_sample(name, attack, dtype):
     columns = attacked(attack, dtype)

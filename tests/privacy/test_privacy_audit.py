@@ -165,7 +165,7 @@ NOTHING = {  # epsilon 0: scores that do not depend on who is inside
 }
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 12)
 @pytest.mark.parametrize("name", NOTHING)
 def test_confidence_if_nothing_leaks(name):
     draw, score, canaries = NOTHING[name]
@@ -194,7 +194,7 @@ MECHANISMS = {
 }
 
 
-@pytest.mark.sweep(1 / 4)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_confidence_with_a_known_epsilon(name):
     score, epsilon, canaries = MECHANISMS[name]

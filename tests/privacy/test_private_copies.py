@@ -195,6 +195,7 @@ def log_of_another_run(run, other):
     return run
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("change", [log_lost, key_copied, key_moved, log_of_another_run])
 @pytest.mark.parametrize("updates", [0, 3])
 def test_a_key_without_its_log_is_not_used(tmp_path, change, updates):

@@ -228,7 +228,7 @@ NOT_COPIED = (FrozenLarge, FrozenLargeThroughData, LargeBuffer)
 
 
 @pytest.mark.parametrize(("kind", "message"), MODELS.items(), ids=lambda part: getattr(part, "__name__", ""))
-@pytest.mark.parametrize("microbatch", [None, 3])
+@pytest.mark.parametrize("microbatch", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_models_that_store_samples(kind, message, microbatch):
     model = kind()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
@@ -386,6 +386,7 @@ class Extra(nn.Module):
         return self.inner(x) * (factor.real if torch.is_tensor(factor) and factor.is_complex() else factor)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1, 1), (2, 0, 2)], ids=str)
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("options", [{}, {"by": "parameter"}, {"secure": True}], ids=str)
@@ -399,6 +400,7 @@ def test_parameters_of_any_shape(shape, used, options):
         assert p.numel() == 0 or (p - q).abs().max() <= ACCURACY
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("shape", [(), (0, 3), (1, 0, 2)], ids=str)
 @pytest.mark.parametrize("microbatch", [None, 3])
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 8)
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("microbatch", [None, 1, 3, 7])
 def test_update_identity(kind, microbatch):
@@ -429,6 +429,7 @@ def test_sizes_of_draws():
     assert step.transforms.divisor.value == pytest.approx(RATE * SAMPLES)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("options", [{}, {"observe": True}], ids=str)
 @pytest.mark.parametrize("settings", [{}, {"microbatch": 2}], ids=str)
 def test_run_returns_totals_without_hidden_values(options, settings):

@@ -106,6 +106,7 @@ def killed_and_resumed(directory, kills):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow  # test_spending_is_recorded_before_the_update: the same without processes
 def test_killed_before_the_first_checkpoint_and_inside_an_update(tmp_path):
     killed_and_resumed(tmp_path / "run", [(3, "before")])
 
@@ -280,6 +281,7 @@ def test_another_learning_rate_is_counted_twice_with_new_noise(tmp_path):
     assert {line["digest"] for line in again}.isdisjoint(line["digest"] for line in first)
 
 
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("duration", [{}, {"updates": UPDATES}, {"epochs": 2}], ids=str)
 def test_the_same_trainer_after_a_divergence(tmp_path, resume, duration):
@@ -338,6 +340,7 @@ def test_a_lost_key_is_replaced_and_the_updates_are_counted_again(tmp_path):
     assert not (tmp_path / KEY_FILE).exists()
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -433,6 +436,7 @@ def test_an_observed_run_shows_them(tmp_path, capsys):
     assert "observed: losses, norms and batch sizes are shown" in (tmp_path / "run.json").read_text()
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("at", [9, 19, 12, 23])
 def test_no_loss_in_the_log_of_a_resumed_run(tmp_path, at):
     """Also if the first thing after the resume is the end of a pass of 10 draws, or of the run."""
@@ -476,7 +480,11 @@ SIZE = 4711
         ({"divide_by": 9.0, "users": [i % SIZE for i in range(2 * SIZE)]}, False),
         ({}, True),
         ({"divide_by": 9.0, "adaptive": 0.5}, True),
-        ({"divide_by": 9.0, "max_batch": 40, "dataset_size": SIZE, "accountant": "pld", "updates": 4}, True),
+        pytest.param(
+            {"divide_by": 9.0, "max_batch": 40, "dataset_size": SIZE, "accountant": "pld", "updates": 4},
+            True,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

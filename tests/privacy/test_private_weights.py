@@ -206,7 +206,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("function", "message"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.parametrize("microbatch", [None, 1, 5])
+@pytest.mark.parametrize("microbatch", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (None, 1))])
 def test_refused(function, message, microbatch):
     model, loader, step = make(plan(sample_rate=0.5), transforms=[sw.weight(function())], microbatch=microbatch)
     with pytest.raises(PrivacyError, match=message):

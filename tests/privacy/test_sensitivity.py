@@ -127,6 +127,7 @@ def assert_bounded(rows, left_out, options, transforms, users=None, microbatch=N
     assert bound == pytest.approx(BOUND * (math.sqrt(2) if "by" in options else 1))
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize(("options", "transforms"), CHAINS.values(), ids=CHAINS)
 @given(rows=ROWS, microbatch=st.sampled_from([None, 1, 2]))
 @example(rows=[[0.0] * 5, [1e308] * 5, [1.0] * 5], microbatch=None)
@@ -137,6 +138,7 @@ def test_leaving_out_a_sample(options, transforms, rows, microbatch):
     assert_bounded(rows, {0}, options, transforms, microbatch=microbatch)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("options", [{}, {"mode": "automatic"}, {"by": "parameter"}], ids=str)
 @given(rows=ROWS, microbatch=st.sampled_from([None, 1, 2]))
 @example(rows=[[1e308] * 5, [1e308] * 5, [1e308] * 5, [2.0] * 5], microbatch=None)

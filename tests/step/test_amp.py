@@ -164,6 +164,7 @@ def test_an_overflow_skips_the_update(transforms, sizes):
     assert step._precision.scale == 2.0**15
 
 
+@pytest.mark.sweep(1 / 3)
 @TRANSFORMS
 @SIZES
 def test_recovers(transforms, sizes):

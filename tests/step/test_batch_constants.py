@@ -426,6 +426,7 @@ def test_influence():
         sw.influence(model, losses_of, train, queries, microbatch=2)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_trainer_resumes_inside_a_batch(tmp_path, microbatch):
     """The batch has more rows than the constant, and is used in part when the run stops."""

@@ -117,6 +117,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("sizes", SIZES, ids=["cut twice", "microbatches", "across batches", "as one window"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_structure(kind, sizes):

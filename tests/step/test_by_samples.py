@@ -217,6 +217,7 @@ def test_resume_is_bit_identical(kind, at):
         assert torch.equal(p, q)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("kind", ["cosine", "one cycle", "sequence"])
 def test_a_trainer_resumes_it(kind, tmp_path):
     def trainer(name):
@@ -251,6 +252,7 @@ def test_the_total_of_the_checkpoint_is_kept(tmp_path):
     assert "total=120)" in repr(second.step.scheduler)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("way", ["over", "run"])
 def test_compiled_updates_have_the_same_rates(way):

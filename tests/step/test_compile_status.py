@@ -65,6 +65,7 @@ def test_torch_lacks_a_private_interface(monkeypatch, lacking):
     assert [update.samples for update in updates] == [1] * 6
 
 
+@pytest.mark.usefixtures("backend")
 def test_compiled_and_then_changed():
     step = made(samples=1, compile=True)
     state = step.state_dict()

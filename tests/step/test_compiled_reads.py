@@ -30,7 +30,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from test_compiled import OPTIMIZERS, any_backend, backend, data, losses_of, tiny  # noqa: F401
+from test_compiled import OPTIMIZERS, any_backend, data, losses_of, tiny
 from torch import nn
 
 import samplewise as sw
@@ -937,7 +937,7 @@ def assert_same(make, reason):
         assert re.search(reason, problems[0]), problems[0]
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 32)
 @any_backend
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_value_that_the_loss_function_reads_changes(make):
@@ -984,6 +984,7 @@ IN_MODELS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @any_backend
 @pytest.mark.parametrize("name", IN_MODELS)
 def test_a_value_that_the_model_reads_changes(name):

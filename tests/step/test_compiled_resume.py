@@ -131,7 +131,7 @@ OPTIONS = {
 CHANGES = (nothing, closure, transforms, max_grad_norm, samples, frozen, microbatch, equal_transforms, other_function)
 
 
-@pytest.mark.sweep(1 / 7)
+@pytest.mark.sweep(1 / 36)
 @pytest.mark.filterwarnings("ignore::samplewise.errors.TrainingWarning")
 @pytest.mark.parametrize("case", [(change, name) for change in CHANGES for name in OPTIONS])
 def test_the_same_updates_are_compiled(case):
@@ -274,7 +274,7 @@ def caches_of_typing():
 FIRST_CALLS = (cached_attribute, cached_in_a_dict, cached_function, imported, read_from_a_file, caches_of_typing)
 
 
-@pytest.mark.sweep(1 / 3)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("first_call", FIRST_CALLS)
 def test_a_first_call_in_the_process(first_call, tmp_path, monkeypatch):
     (tmp_path / "imported_by_the_loss.py").write_text("def make():\n    return 1.0\n\n\nFACTOR = make()\n")

@@ -17,7 +17,6 @@ from test_compiled import (
     OPTIMIZERS,
     Pair,
     any_backend,
-    backend,  # noqa: F401
     compiled_updates,
     data,
     losses_of,
@@ -408,6 +407,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @any_backend
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_the_model_looks_at_is_changed(change):

@@ -96,6 +96,7 @@ def test_attention_of_few_tokens(causal, masked, scale):
     assert_close(ours.attention_backward(g, q, k, v, out, total, 0.0, causal, **options), expected)
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("stride", [[], [1, 1], [2, 1], [3, 2], [4, 5]])
 @pytest.mark.parametrize("dilation", [[1, 1], [2, 1]])
 @pytest.mark.parametrize("kernel", [[3, 3], [1, 1], [2, 4]])

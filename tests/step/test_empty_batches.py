@@ -50,6 +50,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_which_batch(options, place):

@@ -182,6 +182,7 @@ CHAINS = {
 chains = pytest.mark.parametrize("transforms", CHAINS.values(), ids=CHAINS)
 
 
+@pytest.mark.sweep(1 / 4)
 @drivers
 @chains
 @pytest.mark.parametrize("piece", [0, 1, 2])
@@ -189,6 +190,7 @@ def test_in_a_piece_of_the_window(drive, transforms, piece):
     check(lambda: Training(transforms), drive, piece)
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError, MemoryError])
 @pytest.mark.parametrize("transforms", [(), CHAINS["clip"], CHAINS["window"]], ids=["plain", "clip", "window"])
 @pytest.mark.parametrize("drive", [by_hand, accumulated])
@@ -196,6 +198,7 @@ def test_of_every_kind(error, transforms, drive):
     check(lambda: Training(transforms), drive, 1, error)
 
 
+@pytest.mark.sweep(1 / 3)
 @drivers
 @chains
 @pytest.mark.parametrize("piece", [0, 2])
@@ -304,6 +307,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @drivers
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_in_a_transform(drive, place):

@@ -557,7 +557,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.sweep(1 / 8)
+@pytest.mark.sweep(1 / 16)
 @pytest.mark.parametrize(("name", "clips"), [*itertools.product(HEALTHY, [False, True])])
 @pytest.mark.parametrize("numbers", [dict(recheck=1), dict(microbatch=3)], ids=str)
 def test_correct_programs_get_no_message(name, clips, numbers):

@@ -183,7 +183,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("loss_fn", [squared, counted])
 @pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
 @pytest.mark.parametrize(("transforms", "of_samples", "of_groups"), CASES.values(), ids=CASES)
@@ -218,6 +218,7 @@ KEYS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("shape", [(13, None, None), (4, 7, 2)], ids=str)
 def test_keys_of_any_kind(key, shape):

@@ -61,6 +61,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sweep(2 / 5)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_same_updates(name):
     options, size = SETTINGS[name]

@@ -92,7 +92,7 @@ BY_FREQUENCY = CASES["embedding_scaled_by_frequency"]  # divides by how often a 
 TRAINED = [case for case in INDEPENDENT if case.traits.rows and not case.name.endswith("_scaled_by_frequency")]
 
 
-@pytest.mark.sweep(1 / 6)
+@pytest.mark.sweep(1 / 24)
 @clips
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
 def test_the_zoo(case, clip):

@@ -95,6 +95,7 @@ def same(found, expected):
 # ------------------------------------------------------------- "raise"
 
 
+@pytest.mark.sweep(1 / 4)
 @chains
 @numbers
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -234,6 +235,7 @@ def test_a_buffer_that_begins_to_change_in_the_bad_window():
 # ------------------------------------------------------------- "skip"
 
 
+@pytest.mark.sweep(1 / 4)
 @chains
 @numbers
 @pytest.mark.parametrize("at", [0, 5, 7])
@@ -406,6 +408,7 @@ def counted(model, batch):
     return squares(model, batch) * counts, counts
 
 
+@pytest.mark.sweep(1 / 3)
 @numbers
 @pytest.mark.parametrize("transforms", [(), CHAINS["clip"], CHAINS["window"]], ids=["plain", "clip", "window"])
 def test_counts_that_sum_to_zero(transforms, numbers):
@@ -629,6 +632,7 @@ COUNTED_CHAINS = {
 }
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("transforms", COUNTED_CHAINS.values(), ids=COUNTED_CHAINS)
 @numbers
 @pytest.mark.parametrize("count", [INF, NAN, -INF], ids=str)
@@ -652,6 +656,7 @@ def test_a_count_that_is_not_finite(count, numbers, transforms):
 @pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("numbers", NUMBERS[:3], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.usefixtures("backend")
 def test_a_later_count_that_is_infinite(numbers, compile):
     """In compiled updates, too."""
 
@@ -673,6 +678,7 @@ def test_a_later_count_that_is_infinite(numbers, compile):
 @pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.usefixtures("backend")
 def test_weights_with_a_negative_sum_cannot_be_divided_by(numbers, compile):
     """The update would ascend."""
     step = sw.Step(

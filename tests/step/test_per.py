@@ -236,6 +236,7 @@ def per_row(model, batch, k):
 
 @pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("unit", ["sample", "constant"])
+@pytest.mark.usefixtures("backend")
 def test_compiled_updates(unit):
     data = sequences()
     models = []
@@ -321,6 +322,7 @@ def test_tails():
             close(p, q)
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("unit", ["sample", "group"])
 def test_a_trainer_that_is_resumed(unit, tmp_path):
     """In the middle of a window: batches of 4 samples, 5 per update."""

@@ -114,6 +114,7 @@ LABELS = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("samples", [6, 7, 20])
 @pytest.mark.parametrize("change", LABELS.values(), ids=LABELS)
 def test_labels_of_other_samples_are_noticed_with_any_data(change, samples):
@@ -545,6 +546,7 @@ class Fails(Counted):
 ERRORS = [ValueError("broken file"), OSError("no such row"), KeyError("label"), AssertionError("no label")]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 @pytest.mark.parametrize("recheck", [None, 3])
 @pytest.mark.parametrize("call", [1, 2, 3])

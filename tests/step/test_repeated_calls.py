@@ -340,6 +340,7 @@ def trained(make, windows, transforms, **options):
     return flat(model.parameters()).detach()
 
 
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("recheck", [False, None])
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
 def test_a_window_in_two_passes(make, recheck):
@@ -396,6 +397,7 @@ STRUCTURES = {
 }
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("recheck", [False, None])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_entries_that_are_taken_out_of_the_batch(structure, recheck):

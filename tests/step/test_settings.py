@@ -119,6 +119,7 @@ def test_samples_apply_to_an_open_window(samples, sizes):
     assert [update.samples for update in step.over([(x, y)])] == sizes
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("transforms", [(), [sw.drop(largest=1)]], ids=str)
 @pytest.mark.parametrize("stop", [3, 9])
 def test_a_resumed_window_gets_the_settings_of_on_epoch_start(tmp_path, transforms, stop):

@@ -70,6 +70,7 @@ def vector(step):
 # --- ramps ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("tail", ["update", "drop", "carry"])
 @pytest.mark.parametrize("microbatch", [None, 3])
 @pytest.mark.parametrize("batch", [7, 50])
@@ -189,6 +190,7 @@ def test_resume_is_bit_identical_also_in_an_open_window(kind, at):
     assert torch.equal(vector(whole), vector(second))
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_trainer_resumes_bit_identical_with_the_same_log(kind, tmp_path):
     class Stop:
@@ -350,6 +352,7 @@ def test_norms_are_recorded_and_an_assigned_schedule_begins_at_once():
 # --- compiled updates -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1 / 2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("way", ["over", "run"])

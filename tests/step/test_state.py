@@ -83,6 +83,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sweep(1 / 4)
 @pytest.mark.parametrize("fed", [4, 8, 12, 20])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_goes_on_in_the_middle_of_a_window(options, fed):

@@ -221,7 +221,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 12)
 @pytest.mark.parametrize("loss_fn", [squared, counted])
 @pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
 @pytest.mark.parametrize(("transforms", "rule"), CASES.values(), ids=CASES)
@@ -855,7 +855,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.filterwarnings("ignore:updates stay uncompiled")
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("after", [[], [sw.clip(1.0)], [sw.normalize("mean")]], ids=["", "clip", "mean"])

@@ -96,7 +96,7 @@ def compare_with_textbook(n, batch, samples, microbatch, tail, optimizer, counts
 # --- the grid ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(1 / 2)
+@pytest.mark.sweep(1 / 6)
 @pytest.mark.parametrize("tail", ["update", "drop", "carry"])
 @pytest.mark.parametrize("microbatch", [None, 1, 3, 50])
 @pytest.mark.parametrize("samples", [None, 1, 4, 10, 30])

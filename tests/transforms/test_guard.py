@@ -182,6 +182,7 @@ def run(step, x, y, rows=8):
     return [u for k in range(0, len(x), rows) for u in step((x[k : k + rows], y[k : k + rows]))]
 
 
+@pytest.mark.sweep(1 / 3)
 @pytest.mark.parametrize("options", CUTS, ids=str)
 @pytest.mark.parametrize("bad", [NAN, inf, "gradient"])
 def test_an_update_with_a_bad_sample_is_that_of_the_others(options, bad):
