@@ -63,7 +63,7 @@ bfloat16, or float16 on GPUs that emulate bfloat16.
   memory on the CPU, where differences of some megabytes mean nothing.
 - If a batch does not fit into memory, it is halved; *samples* is the size that was used.
 
-The file follows a [JSON Schema](../src/samplewise/bench/schema.json), version 1.
+The file follows the JSON Schema `src/samplewise/bench/schema.json`, version 1.
 
 ## Reports
 """  # noqa: E501
