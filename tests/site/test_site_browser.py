@@ -49,7 +49,7 @@ def test_the_search_finds_clip(browser):
         ("minibatch", "snippets"),
         ("per-example gradients", "gradients"),
         ("per-instance gradients", "gradients"),
-        ("online learning", "tutorials/one-sample"),
+        ("online learning", "online"),
         ("class imbalance", "how-to"),
         ("noisy labels", "tutorials/wrong-labels"),
         ("tabular", "quick-start"),
