@@ -95,7 +95,7 @@ def resize(layer: nn.Linear, optimizer: Any, inputs: int, outputs: int) -> Undo:
     return lambda: write(sizes, before)
 
 
-def _replace(p: nn.Parameter, data: Tensor) -> None:
+def _replace(p: Tensor, data: Tensor) -> None:
     """Replace the data of a parameter by data of another shape, also if an earlier graph is still alive.
 
     A traceback, a hook or a reference cycle can keep a graph. Autograd then uses its node of the parameter again, which
